@@ -1,0 +1,1 @@
+"""Recipes for disaggregated serving, from a YAML file to one verdict."""

@@ -1,0 +1,1 @@
+"""What runs on the nodes. Standard library only; copied whole into every bundle."""

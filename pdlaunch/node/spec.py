@@ -184,16 +184,36 @@ class LoadSpec:
 
 
 @dataclass(frozen=True)
-class TransferPrediction:
-    """What the geometry says of one prompt: bytes = sum over decode ranks of blocks * bytes_per_block_per_rank.
-
-    blocks of a prompt of T tokens = ceil(T / block_size_tokens); hybrid manager off. None in Proof: no prediction can be made.
-    """
+class TransferGroup:
+    """Layers whose blocks are listed together in the hand-over: one KV cache group, or all layers with the hybrid manager off."""
 
     block_size_tokens: int
+    """Tokens per block on the decode side."""
+    window_tokens: int
+    """Sliding window whose older blocks are not kept (hybrid manager on); 0: every block of the prompt is handed over."""
     bytes_per_block_per_decode_rank: tuple[int, ...]
-    """One entry per decode rank (all layers of that rank together)."""
+    """One entry per decode rank, all layers of the group together."""
+
+
+@dataclass(frozen=True)
+class TransferPrediction:
+    """What the geometry says of one prompt of T tokens without a prefix-cache hit: the bytes that all decode ranks read.
+
+    sum over groups and decode ranks of blocks(T) * bytes_per_block; blocks(T) = ceil(T/b), less the (T - window + 1) // b blocks that
+    lie wholly before the window where the group has one.
+    """
+
+    groups: tuple[TransferGroup, ...]
     formula: str
+
+    def bytes_of_prompt(self, prompt_tokens: int) -> int:
+        total = 0
+        for group in self.groups:
+            blocks = -(-prompt_tokens // group.block_size_tokens)
+            if group.window_tokens:
+                blocks -= max(0, prompt_tokens - group.window_tokens + 1) // group.block_size_tokens
+            total += blocks * sum(group.bytes_per_block_per_decode_rank)
+        return total
 
 
 @dataclass(frozen=True)

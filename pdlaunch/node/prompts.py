@@ -11,6 +11,7 @@ cache visible:
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Iterable
@@ -22,20 +23,27 @@ LABEL_CHARS = 4
 MAX_DECOYS = 7
 MIN_LINES = 4
 
+# fmt: off
 ADJECTIVES = (
-    "bright broken brown cold curved dusty empty faded folded green heavy hollow loose lower narrow old painted plain polished quiet round "
-    "second silver small spare striped tall third wooden yellow"
-).split()
+    "bright", "broken", "brown", "cold", "curved", "dusty", "empty", "faded", "folded", "green", "heavy", "hollow",
+    "loose", "lower", "narrow", "old", "painted", "plain", "polished", "quiet", "round", "second", "silver",
+    "small", "spare", "striped", "tall", "third", "wooden", "yellow",
+)
 NOUNS = (
-    "anchor barrel basket blanket bottle bucket button candle carpet compass drawer engine hammer helmet jacket kettle ladder lantern magnet "
-    "mirror napkin needle parcel pencil pillow ribbon saddle shovel teapot whistle"
-).split()
+    "anchor", "barrel", "basket", "blanket", "bottle", "bucket", "button", "candle", "carpet", "compass", "drawer",
+    "engine", "hammer", "helmet", "jacket", "kettle", "ladder", "lantern", "magnet", "mirror", "napkin", "needle",
+    "parcel", "pencil", "pillow", "ribbon", "saddle", "shovel", "teapot", "whistle",
+)
+# fmt: on
 VERBS = ("belongs", "is kept", "is stored", "leans", "stands", "was left", "was moved", "was seen")
 PREPOSITIONS = ("against", "behind", "beside", "in front of", "near", "past", "to the left of", "under")
+# fmt: off
 PLACES = (
-    "attic bakery balcony bridge cellar chapel courtyard garden hallway harbor kitchen library lighthouse market orchard stable station "
-    "theater tower tunnel vineyard warehouse windmill workshop"
-).split()
+    "attic", "bakery", "balcony", "bridge", "cellar", "chapel", "courtyard", "garden", "hallway", "harbor",
+    "kitchen", "library", "lighthouse", "market", "orchard", "stable", "station", "theater", "tower", "tunnel",
+    "vineyard", "warehouse", "windmill", "workshop",
+)
+# fmt: on
 
 _ESTIMATE = re.compile(r"[A-Z](?![a-z])|[A-Za-z][a-z]*|[0-9]|[^\sA-Za-z0-9]|\n")
 
@@ -68,7 +76,7 @@ def question_for(place: str) -> str:
 
 
 def estimate_tokens(text: str) -> int:
-    """Tokens of a recall text for a tokenizer that splits digits and capitals (Gemma's and the recall models'): one a word, digit or sign."""
+    """Tokens of a recall text for a tokenizer with whole words and single digits, as Gemma's: one a word, digit, sign or line end."""
     return len(_ESTIMATE.findall(text))
 
 
@@ -113,8 +121,8 @@ def build_prompt(rng: random.Random, index: int, depth: float, lines: int, taken
 def judge(code: str, content: str, reasoning: str = "", foreign: Iterable[str] = (), decoys: Iterable[str] = ()) -> bool:
     """True when `code` stands as a whole word in content or reasoning and no wrong code does.
 
-    foreign: codes of other prompts of the run (asked and decoy); one of them anywhere is a leak, whatever else was said. decoys: the other
-    codes of the same prompt; a model may weigh them in its reasoning, but the content must not name one. The code itself is ignored in both.
+    foreign: codes of other prompts of the run (asked and decoy); one of them anywhere is a leak, whatever else was said. decoys: the
+    other codes of the same prompt; a model may weigh them in its reasoning, but the content must not name one.
     """
     said = _words(content)
     thought = _words(reasoning)
@@ -147,7 +155,7 @@ def _sized_prompt(
     lines = max(MIN_LINES, target_tokens // 14)
     for _ in range(6):
         measured = count_tokens(build_prompt(random.Random(draw), index, depth, lines, set(taken)).text)
-        step = int((target_tokens - measured) / (measured / lines))
+        step = math.floor((target_tokens - measured) / (measured / lines))
         if step == 0:
             break
         lines += step

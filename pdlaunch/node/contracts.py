@@ -10,7 +10,21 @@ RUN = results/<recipe>/<utc>-<jobid>/
     gpu/<process>.csv       GPU samples
     recall/<when>.jsonl     one raw answer per line; agreement.jsonl, behaviour.jsonl beside it
     metrics/<process>.<when>.prom   /metrics of each worker and of the frontend at: ready, before_load, after_load, end
-    load/<phase>/           what AIPerf wrote
+    load/<phase>/           aiperf/ (what AIPerf wrote), command.json, aiperf.log, phase.json (how the phase was judged)
+
+One answer row (a line of gate.jsonl, recall/<when>.jsonl, behaviour.jsonl, agreement.jsonl) is one request, ANSWER_KEYS at least:
+    {utc, target: "deployment"|"control", status, error, content, reasoning, finish_reason, prompt_tokens, completion_tokens,
+     latency_s, ttft_s}
+    error is "" for a good answer, else what went wrong in words; prompt_tokens is usage.prompt_tokens or null when the server did not say.
+    The snapshot `ready` is taken before the first request of the gate and `before_load` after the last request before load, so that the
+    bytes of these requests can be counted exactly.
+nodes/<process>.json: {process, role, host, node_ip, ports: {name: port}, versions: {distribution: version}, file_sha256: {path relative to
+    site-packages: sha256}, gpus: [{index, name, uuid, memory_used_mib, memory_total_mib}], fabric_before, fabric_after:
+    {"mlx5_0/1/port_xmit_data": n}, fabric_error: "" or why there are no counters}. A fact that was not looked at is absent; versions and
+    file_sha256 only of engines.
+gpu/<process>.csv: header GPU_CSV_HEADER, one row per sample and GPU; a node without GPUs leaves no file and `gpus: []`.
+events.jsonl: the event ("stopped", "begin") carries log_bytes: {process: size of its log at the first TERM}, so that lines of the stop
+    are known.
 """
 
 from __future__ import annotations
@@ -19,7 +33,7 @@ import json
 import os
 import time
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +45,11 @@ STAGES = ("submitted", "job_started", "control_plane", "engines_started", "engin
           "recall_before", "behaviour", "agreement", "load", "recall_during", "recall_after", "idle", "stopped", "judged", "archived")
 """Names of the `stage` field in events.jsonl, in the order of a complete run; a stage that the recipe does not ask for is absent."""
 
+SNAPSHOTS = ("ready", "before_load", "after_load", "end")
+ANSWER_KEYS = ("utc", "target", "status", "error", "content", "reasoning", "finish_reason", "prompt_tokens", "completion_tokens",
+               "latency_s", "ttft_s")
+GPU_CSV_HEADER = "utc,gpu,utilisation_pct,memory_used_mib"
+
 
 def write_json(path: Path, value: Any) -> None:
     """Write to a temporary name in the same folder, then rename, so that a reader never sees half a file."""
@@ -41,7 +60,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def utc_now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # noqa: UP017 - datetime.UTC needs Python 3.11
 
 
 @dataclass

@@ -3,9 +3,9 @@
 RUN = results/<recipe>/<utc>-<jobid>/
     spec.json, recipe.yaml, cluster.yaml, job.sbatch   copied from the bundle (its manifest.json as bundle_manifest.json)
     manifest.json           written last: {"schema": 1, "files": {relative path: sha256 of every other file}, ...}
-    events.jsonl            one line per change of stage; a stage that takes time has begin and end (or failed), an instant has only end
-    gate.json               last answer of /v1/models/<id>/ready: {ready, expected, found (workers per role), failure}; gate.jsonl: the first
-                            completion, as an answer row
+    events.jsonl            one line per change of stage; a stage that takes time has begin and end (or failed), an instant only end
+    gate.json               last answer of /v1/models/<id>/ready: {ready, expected, found (workers per role), failure}
+    gate.jsonl              the first completion, as an answer row
     evidence.json           what was observed, each value with its source
     verdict.json            VALID, INVALID or INCOMPLETE, with every check
     logs/<process>.log      output of every process
@@ -21,13 +21,14 @@ One answer row (a line of gate.jsonl, recall/<when>.jsonl, behaviour.jsonl, agre
     error is "" for a good answer, else what went wrong in words; prompt_tokens is usage.prompt_tokens or null when the server did not say.
     The snapshot `ready` is taken before the first request of the gate and `before_load` after the last request before load, so that the
     bytes of these requests can be counted exactly.
-nodes/<process>.json (<process> is prefill-0, or prefill-0.r1 for rank 1): {process, role, host, node_ip, ports: {name: port}, versions: {distribution: version}, file_sha256: {path relative to
-    site-packages: sha256}, gpus: [{index, name, uuid, memory_used_mib, memory_total_mib}], fabric_before, fabric_after:
+nodes/<process>.json (<process> is prefill-0, or prefill-0.r1 for rank 1), written before the engine starts and again at its end:
+    {process, role, host, node_ip, ports: {name: port}, versions: {distribution: version}, file_sha256: {path relative to site-packages:
+    sha256, or null for a missing file}, gpus: [{index, name, uuid, memory_used_mib, memory_total_mib}], fabric_before, fabric_after:
     {"mlx5_0/1/port_xmit_data": n}, fabric_error: "" or why there are no counters}. A fact that was not looked at is absent; versions and
-    file_sha256 only of engines. Written before the engine starts and again at its end; file_sha256 is null for a missing file. Also: rank,
-    node (index), pid, engine_pid, metrics_url ("" when it has none), argv and environment (redacted), removed_environment (names kept from the
-    engine), python {executable, version, site_packages}, gpu_error ("" or why there are no GPUs), gpu_processes, disk_free_gib, exit (null while
-    it runs, then {code, asked, killed, utc}), removed {shm, processes}: what the engine left behind and was removed.
+    file_sha256 only of engines. Also: rank, node (index), pid, engine_pid, metrics_url ("" without one), argv and environment (redacted),
+    removed_environment (names kept from the engine), python {executable, version, site_packages}, gpu_error ("" or why there are no GPUs),
+    gpu_processes, disk_free_gib, exit (null while it runs, then {code, asked, killed, utc}), removed {shm, processes}: what the engine
+    left behind and was removed.
 gpu/<process>.csv: header GPU_CSV_HEADER, one row per sample and GPU; a node without GPUs leaves no file and `gpus: []`.
 events.jsonl: the event ("stopped", "begin") carries log_bytes: {process: size of its log at the first TERM}, so that lines of the stop
     are known.

@@ -1,0 +1,85 @@
+"""What /proc says about processes: groups, descendants, and who holds a file of /dev/shm. Linux only, like everything under node/."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+PROC = Path("/proc")
+SHM = Path("/dev/shm")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def die_with_parent(signum: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send signum to this process when the thread that made it ends (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends, so that none can escape (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _stat(pid: int) -> tuple[str, int, int] | None:
+    """(state, parent pid, process group) of a process, or None when it is gone."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[1]), int(fields[2])
+
+
+def _all() -> dict[int, tuple[str, int, int]]:
+    found = {}
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            stat = _stat(int(entry.name))
+            if stat is not None:
+                found[int(entry.name)] = stat
+    return found
+
+
+def group_members(pgid: int) -> list[int]:
+    """Living processes of a process group; a zombie is not alive."""
+    return [pid for pid, (state, _, group) in _all().items() if group == pgid and state not in "ZX"]
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below root, root itself not included."""
+    processes = _all()
+    children: dict[int, list[int]] = {}
+    for pid, (_, parent, _) in processes.items():
+        children.setdefault(parent, []).append(pid)
+    found, queue = [], [root]
+    while queue:
+        for pid in children.get(queue.pop(), []):
+            queue.append(pid)
+            if processes[pid][0] not in "ZX":
+                found.append(pid)
+    return found
+
+
+def shm_held_by(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that these processes map or hold open."""
+    names: set[str] = set()
+    prefix = f"{SHM}/"
+    for pid in pids:
+        try:
+            maps = (PROC / str(pid) / "maps").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        names |= {line.partition(prefix)[2] for line in maps.splitlines() if prefix in line}
+        try:
+            links = [str(fd.readlink()) for fd in (PROC / str(pid) / "fd").iterdir()]
+        except OSError:
+            continue
+        names |= {link.removeprefix(prefix) for link in links if link.startswith(prefix)}
+    return {name for name in names if name and not name.endswith(" (deleted)")}
+
+
+def every_pid() -> list[int]:
+    return list(_all())

@@ -33,6 +33,8 @@ class Completion:
     """prefill_worker_id and decode_worker_id when the frontend gives them; different ids prove routing, not that bytes arrived."""
     tool_calls: list[dict[str, str]] = field(default_factory=list)
     """One entry per call index: name and arguments (JSON text put together from its pieces)."""
+    tokens: list[str] = field(default_factory=list)
+    """The tokens of the answer when the body asked for log probabilities: texts, or "token_id:123" with return_tokens_as_token_ids."""
 
     @property
     def ok(self) -> bool:
@@ -49,12 +51,18 @@ def chat_body(model: str, text: str, max_tokens: int, **more: Any) -> dict[str, 
 NVEXT = {"extra_fields": ["worker_id", "timing"]}
 
 
-def complete(base_url: str, body: dict[str, Any], timeout_s: float, stop: threading.Event | None = None) -> Completion:
-    """POST body to base_url/v1/chat/completions and read the stream. Never raises for what a server answers or fails to answer."""
+def complete(
+    base_url: str, body: dict[str, Any], timeout_s: float, stop: threading.Event | None = None, headers: dict[str, str] | None = None
+) -> Completion:
+    """POST body to base_url/v1/chat/completions and read the answer, streamed or not. Never raises for what a server answers or not.
+
+    base_url: http://HOST:PORT, with or without /v1 at its end.
+    """
     done = Completion()
     began = time.monotonic()
+    url = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
     try:
-        with Exchange("POST", f"{base_url}/v1/chat/completions", body=body, timeout_s=timeout_s, stop=stop) as exchange:
+        with Exchange("POST", url, body=body, timeout_s=timeout_s, stop=stop, headers=headers) as exchange:
             done.status = exchange.status
             if exchange.status != 200:
                 done.error = f"HTTP {exchange.status}: {exchange.read().decode('utf-8', errors='replace')[:500]}"
@@ -66,19 +74,26 @@ def complete(base_url: str, body: dict[str, Any], timeout_s: float, stop: thread
         done.error, done.stopped = done.error or f"stopped: {e}", True
     except HttpError as e:
         done.error = done.error or str(e)
+    except (AttributeError, TypeError, IndexError) as e:
+        done.error = done.error or f"the answer has not the shape of a chat completion: {type(e).__name__}: {e}"
     done.total_s = time.monotonic() - began
     return done
 
 
 def _read(exchange: Exchange, done: Completion, began: float) -> None:
     ended = False
-    for event in exchange.events():
-        if event.event == "error":
-            done.error = done.error or f"SSE error event: {(event.data or event.comment)[:500]}"
-        elif event.data == "[DONE]":
-            ended = True
-        elif event.data:
-            _chunk(event, done, began)
+    if "text/event-stream" not in exchange.headers.get("content-type", ""):
+        _chunk(SseEvent("", exchange.read().decode("utf-8", errors="replace")), done, began)
+        ended = True
+    else:
+        for event in exchange.events():
+            if event.event == "error":
+                done.error = done.error or f"SSE error event: {(event.data or event.comment)[:500]}"
+            elif event.data == "[DONE]":
+                ended = True
+                break
+            elif event.data:
+                _chunk(event, done, began)
     if not done.error and not ended:
         done.error = "the stream ended without [DONE]"
     if not done.error and not done.finish_reason:
@@ -102,13 +117,14 @@ def _chunk(event: SseEvent, done: Completion, began: float) -> None:
     if isinstance(ids, dict):
         done.worker_ids |= {k: v for k, v in ids.items() if k.endswith("_worker_id") and isinstance(v, int)}
     for choice in chunk.get("choices") or []:
-        delta = choice.get("delta") or {}
+        delta = choice.get("delta") or choice.get("message") or {}
         content, reasoning = delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or ""
         if done.first_token_s is None and (content or reasoning or delta.get("tool_calls")):
             done.first_token_s = time.monotonic() - began
         done.content += content
         done.reasoning += reasoning
         _tool_calls(delta, done)
+        done.tokens += [str(entry.get("token")) for entry in (choice.get("logprobs") or {}).get("content") or []]
         if choice.get("finish_reason"):
             done.finish_reason = choice["finish_reason"]
             if done.finish_reason == "error":
@@ -116,8 +132,8 @@ def _chunk(event: SseEvent, done: Completion, began: float) -> None:
 
 
 def _tool_calls(delta: dict[str, Any], done: Completion) -> None:
-    for piece in delta.get("tool_calls") or []:
-        index = piece.get("index", 0)
+    for position, piece in enumerate(delta.get("tool_calls") or []):
+        index = piece.get("index", position)
         while len(done.tool_calls) <= index:
             done.tool_calls.append({"name": "", "arguments": ""})
         function = piece.get("function") or {}

@@ -12,7 +12,7 @@ from pdlaunch.errors import PlanError
 
 from .layers import Attention, Geometry, Model
 from .shape import Backend, RoleShape
-from .specs import LayerSpec, attention_token_bytes, backend_of, element_bytes, model_dtype, state_bytes, state_shapes
+from .specs import LayerSpec, attention_token_bytes, backend_of, ceil_div, element_bytes, model_dtype, state_bytes, state_shapes
 
 SpecLayers = dict[LayerSpec, list[int]]
 
@@ -35,7 +35,7 @@ class BlockChoice:
 
     @property
     def state_tokens(self) -> int:
-        return -(-self.state_bytes // self.token_bytes) if self.state_bytes else 0
+        return ceil_div(self.state_bytes, self.token_bytes)
 
     @property
     def state_padding_percent(self) -> float:
@@ -82,9 +82,9 @@ def choose_block(model: Model, shape: RoleShape) -> BlockChoice:
         alignment = max(alignment, 128)
     if shape.state_mode == "all":
         alignment = lcm(model.mamba_chunk_size, alignment)
-        needed = alignment * -(--(-largest // token) // alignment)
+        needed = alignment * ceil_div(ceil_div(largest, token), alignment)
     else:
-        needed = alignment * -(-largest // (alignment * token))
+        needed = alignment * ceil_div(largest, alignment * token)
     block = max(base, needed)
     state_block = {"all": needed, "align": block, "none": shape.max_model_len}[shape.state_mode]
     page = block * token

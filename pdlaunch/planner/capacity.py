@@ -6,6 +6,7 @@ vllm v1/core/kv_cache_utils.py: get_kv_cache_configs, get_max_concurrency_for_kv
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 from pdlaunch.errors import PlanError
 
@@ -49,9 +50,7 @@ class Layout:
     @property
     def scheduler_block(self) -> int:
         """The block size the NIXL connector and the scheduler see: the least common multiple over groups of tokens."""
-        from math import lcm
-
-        return lcm(*(group.first.block_size for group in self.groups if not group.first.is_state) or (self.choice.block_size,))
+        return lcm(*(group.first.block_size for group in self.groups if not group.first.is_state))
 
     def admission(self, tokens: int) -> Price:
         return admission(self.groups, self.shape, tokens, self.block_bytes)
@@ -95,9 +94,7 @@ def plan_layout(model: Model, shape: RoleShape) -> Layout:
             raise PlanError(f"pipeline_parallel {shape.pipeline_parallel} exceeds {model.decoder_layers} layers")
         by_layer = stage_of_layers(model.decoder_layers, shape.pipeline_parallel)
         stages = [by_layer[place] for place in decoder]
-        stage_groups = tuple(
-            tuple(group.on_stage(stages, stage) for group in grouping.groups) for stage in range(shape.pipeline_parallel)
-        )
+        stage_groups = tuple(tuple(group.on_stage(stages, stage) for group in grouping.groups) for stage in range(shape.pipeline_parallel))
     block_bytes = tuple(max(group.page_bytes for group in groups) for groups in stage_groups)
     return Layout(model, shape, choice, grouping, block_bytes, stage_groups)
 

@@ -105,9 +105,7 @@ def gpt_oss(fields: Fields) -> dict[str, Any]:
 
 
 def _gemma4_types(fields: Fields, count: int) -> list[str]:
-    types = fields.strings("layer_types", count) or [
-        "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)
-    ]
+    types = fields.strings("layer_types", count) or ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
     return [*types[:-1], "full_attention"]  # Gemma4TextConfig makes the last layer global
 
 

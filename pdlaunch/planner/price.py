@@ -11,17 +11,13 @@ from dataclasses import dataclass
 
 from .groups import Group
 from .shape import RoleShape
-from .specs import LayerSpec
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
+from .specs import LayerSpec, ceil_div
 
 
 def _state_blocks(spec: LayerSpec, tokens: int) -> int:
     """MambaSpec.max_memory_usage_bytes: one state plus one per speculative token; align keeps two; all keeps one per block."""
     if spec.state_mode == "all":
-        return _ceil(tokens, spec.block_size) + spec.speculative_blocks
+        return ceil_div(tokens, spec.block_size) + spec.speculative_blocks
     return (2 if spec.state_mode == "align" else 1) + spec.speculative_blocks
 
 
@@ -34,10 +30,10 @@ def blocks(spec: LayerSpec, tokens: int, in_flight: int) -> int:
     if spec.is_state:
         return _state_blocks(spec, tokens)
     if spec.kind == "sliding":
-        return _ceil(min((spec.window or 0) - 1 + in_flight, tokens), spec.block_size) + 1
+        return ceil_div(min((spec.window or 0) - 1 + in_flight, tokens), spec.block_size) + 1
     if spec.kind == "chunked":
-        return _ceil(min((spec.window or 0) + in_flight, tokens), spec.block_size)
-    return _ceil(tokens, spec.block_size)
+        return ceil_div(min((spec.window or 0) + in_flight, tokens), spec.block_size)
+    return ceil_div(tokens, spec.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,25 @@ BACKENDS = {
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """What is known about one rank's memory besides its KV cache, in GiB; None is unknown. measured: the values come from a run.
+
+    weights: of one rank. non_torch: growth outside torch after the engine's first snapshot (NCCL, libraries). peak_activation: of
+    the profiling run. graph_estimate: what vLLM reserves for CUDA graphs; graph_actual: what they took. cuda_context: taken before
+    the first snapshot, so vLLM never charges it.
+    """
+
+    weights_gib: float | None = None
+    non_torch_gib: float | None = None
+    peak_activation_gib: float | None = None
+    graph_estimate_gib: float | None = None
+    graph_actual_gib: float | None = None
+    cuda_context_gib: float | None = None
+    weights_total_bytes: int | None = None
+    measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RoleShape:
     """The engine arguments of one role. None means "vLLM decides".
 
@@ -117,6 +136,7 @@ class RoleShape:
     kv_cache_memory_bytes: int | None = None
     num_blocks_override: int | None = None
     layout: str = "LBHNC"
+    memory: MemoryFacts = MemoryFacts()
 
     @property
     def gpus(self) -> int:

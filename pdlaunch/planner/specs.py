@@ -62,6 +62,10 @@ class LayerSpec:
         return replace(self, promoted_window=None, promoted_chunk=None)
 
 
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def heads_per_rank(total: int, tp: int) -> int:
     """ModelConfig.get_num_kv_heads: at least one head, so tp > total means copies."""
     return max(1, total // tp)

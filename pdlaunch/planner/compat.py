@@ -1,0 +1,305 @@
+"""Can these two roles hand a cache over? Asked before anything is booked, answered by the rules of vLLM 0.31.0's NIXL connector.
+
+A finding is an error when vLLM would refuse to start, refuse the handshake, or return wrong text; a warning when it would run worse
+than the recipe promises. Each says what to change, and, where memory is known, what the change costs in requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdlaunch.errors import PlanError
+
+from .capacity import Layout, capacity, plan_layout
+from .families import read_model
+from .layers import Attention, Model
+from .memory import kv_bytes
+from .shape import RoleShape
+from .specs import backend_of, heads_per_rank, model_dtype
+
+PER_REGION_PATCH = "vllm-0.31.0-nixl-per-region-kv-heads"
+PER_GROUP_PATCH = "vllm-0.31.0-nixl-per-group-pages"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """severity: "error", "warning" or "info". fix: what to change. price_requests: what the fix costs, in whole requests of
+    max_model_len that one decode cache then holds fewer; None when it costs none or memory is unknown."""
+
+    severity: str
+    code: str
+    message: str
+    fix: str = ""
+    price_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A model with the two layouts that were derived from the roles' shapes, and the patches that will be applied."""
+
+    model: Model
+    prefill: Layout
+    decode: Layout
+    patches: frozenset[str]
+
+    @property
+    def p(self) -> RoleShape:
+        return self.prefill.shape
+
+    @property
+    def d(self) -> RoleShape:
+        return self.decode.shape
+
+    @property
+    def has_state(self) -> bool:
+        return any(group.first.is_state for group in self.decode.groups)
+
+
+def role_findings(model: Model, role: str, shape: RoleShape) -> list[Finding]:
+    """TP and head rules of one role, with vLLM's reason (ModelConfig.verify_with_parallel_config, models' own assertions)."""
+    tp, heads = shape.tensor_parallel, model.attention_heads
+    found: list[Finding] = []
+    if heads % tp:
+        message = f"{role}: Total number of attention heads ({heads}) must be divisible by tensor parallel size ({tp})."
+        legal = ", ".join(str(n) for n in range(1, min(heads, 64) + 1) if heads % n == 0)
+        found.append(Finding("error", "tp-attention-heads", message, f"engines.{role}.tensor_parallel: one of {legal}"))
+    for attention in model.attention_kinds():
+        kv = attention.kv_heads
+        if attention.kind not in ("mla", "indexer") and kv % tp and tp % kv:
+            message = f"{role}: {kv} KV heads of the {attention.kind} layers neither divide by nor into tensor parallel size {tp}"
+            found.append(Finding("error", "tp-kv-heads", message, f"a tensor parallel size that divides {kv} or is a multiple of it"))
+    if shape.pipeline_parallel > model.decoder_layers:
+        message = f"{role}: pipeline_parallel {shape.pipeline_parallel} exceeds the model's {model.decoder_layers} layers"
+        found.append(Finding("error", "pp-layers", message, "fewer pipeline stages"))
+    if model.max_position and shape.max_model_len > model.max_position:
+        message = f"{role}: max_model_len {shape.max_model_len} exceeds max_position_embeddings {model.max_position}"
+        found.append(Finding("error", "max-model-len", message, f"max_model_len of at most {model.max_position}"))
+    if shape.block_size is not None and not shape.cpu and backend_of(shape).kernel_block(shape.block_size) is None:
+        message = f"{role}: block size {shape.block_size} does not suit the kernels of {shape.backend}"
+        found.append(Finding("error", "block-backend", message, f"a multiple of {backend_of(shape).smallest}"))
+    if shape.speculative_tokens and not model.drafter:
+        message = f"{role}: {shape.speculative_tokens} speculative tokens, but the config has no MTP head; its cache is not priced"
+        found.append(Finding("warning", "no-mtp-head", message, "price the draft model's cache separately"))
+    return found
+
+
+def _same(pair: Pair) -> Iterator[Finding]:
+    """Factors of the NIXL compatibility hash (nixl/metadata.py compute_nixl_compatibility_hash) and the cache layout."""
+    p, d = pair.p, pair.d
+    refusal = "vLLM: NIXL compatibility hash mismatch"
+    if p.hybrid_manager != d.hybrid_manager:
+        fix = "the same engine_args.hybrid_kv_cache_manager on both roles"
+        yield Finding("error", "hybrid-manager", f"hybrid KV cache manager on one role only; {refusal}", fix)
+    if p.kv_cache_dtype != d.kv_cache_dtype:
+        message = f"KV dtype {p.kv_cache_dtype} at prefill, {d.kv_cache_dtype} at decode; {refusal}"
+        yield Finding("error", "kv-dtype", message, "the same engine_args.kv_cache_dtype on both roles")
+    if model_dtype(pair.model, p) != model_dtype(pair.model, d):
+        yield Finding("error", "dtype", f"model dtype differs between the roles; {refusal}", "the same engine_args.dtype on both roles")
+    if p.backend.removesuffix("_SM100").removesuffix("_HD256") != d.backend.removesuffix("_SM100").removesuffix("_HD256"):
+        message = f"attention backend {p.backend} at prefill, {d.backend} at decode; {refusal}"
+        yield Finding("error", "attention-backend", message, "the same attention backend on both roles")
+    if p.layout != d.layout:
+        yield Finding("error", "kv-layout", f"KV layout {p.layout} at prefill, {d.layout} at decode", "LBHNC on both roles")
+    if pair.has_state and (p.mamba_cache_dtype, p.mamba_ssm_cache_dtype) != (d.mamba_cache_dtype, d.mamba_ssm_cache_dtype):
+        message = "state dtypes differ between the roles: a state would be read with the wrong width"
+        yield Finding("error", "state-dtype", message, "the same mamba_cache_dtype and mamba_ssm_cache_dtype")
+
+
+def _tensor_parallel(pair: Pair) -> Iterator[Finding]:
+    """TransferTopology.tp_ratio and the assertions of _validate_remote_agent_handshake."""
+    p, d = pair.p.tensor_parallel, pair.d.tensor_parallel
+    if p != d and max(p, d) % min(p, d):
+        message = f"tensor parallel sizes {p} and {d}: one must be a multiple of the other"
+        yield Finding("error", "tp-ratio", message, "powers of two")
+        return
+    if pair.p.pipeline_parallel != pair.d.pipeline_parallel:
+        message = "pipeline stages differ between the roles: the connector aligns regions by name, which no test here covers"
+        yield Finding("warning", "pp-differs", message, "the same pipeline_parallel on both roles")
+    if p > d and p > pair.model.kv_heads and not pair.model.uses_mla and not pair.has_state:
+        message = f"prefill TP {p} exceeds both decode TP {d} and the {pair.model.kv_heads} KV heads: vLLM asserts at the handshake"
+        yield Finding("error", "prefill-replicates", message, f"prefill TP of at most {pair.model.kv_heads}, or decode TP of at least {p}")
+
+
+def unevenly_scaled(model: Model, prefill_tp: int, decode_tp: int) -> list[Attention]:
+    """Layers whose heads per rank do not scale as the model-wide head count does: stock vLLM slices them wrongly."""
+    wide = heads_per_rank(model.kv_heads, prefill_tp), heads_per_rank(model.kv_heads, decode_tp)
+    uneven = []
+    for attention in model.attention_kinds():
+        own = heads_per_rank(attention.kv_heads, prefill_tp), heads_per_rank(attention.kv_heads, decode_tp)
+        if own[0] * wide[1] != own[1] * wide[0]:
+            uneven.append(attention)
+    return uneven
+
+
+def _heads_text(pair: Pair, uneven: list[Attention]) -> str:
+    p, d = pair.p.tensor_parallel, pair.d.tensor_parallel
+    parts = [f"{a.label}: {heads_per_rank(a.kv_heads, p)} -> {heads_per_rank(a.kv_heads, d)} per rank" for a in uneven]
+    wide = f"{heads_per_rank(pair.model.kv_heads, p)} -> {heads_per_rank(pair.model.kv_heads, d)}"
+    return f"{'; '.join(parts)}, while vLLM assumes {wide} for every layer"
+
+
+def needed_patches(pair: Pair) -> frozenset[str]:
+    """Patches without which this pair cannot hand its cache over."""
+    uneven = unevenly_scaled(pair.model, pair.p.tensor_parallel, pair.d.tensor_parallel)
+    both_on = pair.p.hybrid_manager and pair.d.hybrid_manager
+    several_groups = len(pair.decode.groups) > 1 or len(pair.prefill.groups) > 1
+    if both_on and several_groups and not pair.has_state and pair.p.block_size == pair.d.block_size:
+        if uneven or pair.prefill.scheduler_block != pair.decode.scheduler_block:
+            return frozenset({PER_REGION_PATCH, PER_GROUP_PATCH})
+        return frozenset()
+    return frozenset({PER_REGION_PATCH}) if uneven else frozenset()
+
+
+def _mixed_heads(pair: Pair) -> Iterator[Finding]:
+    uneven = unevenly_scaled(pair.model, pair.p.tensor_parallel, pair.d.tensor_parallel)
+    needed = needed_patches(pair)
+    if not needed:
+        return
+    why = _heads_text(pair, uneven) if uneven else "the roles unify pages to different block sizes"
+    missing = sorted(needed - pair.patches)
+    if pair.p.tensor_parallel > pair.d.tensor_parallel:
+        message = f"mixed KV heads with prefill TP above decode TP: {why}; the patches slice one way only"
+        yield Finding("error", "mixed-heads-direction", message, "decode TP of at least prefill TP")
+    elif missing:
+        fix = f"patches: [{', '.join(sorted(needed))}]"
+        price = None
+        if PER_GROUP_PATCH in missing:
+            fix += f", or {PER_REGION_PATCH} with hybrid_kv_cache_manager: false on both roles"
+            price = _requests_lost(pair.decode, hybrid_manager=False)
+        yield Finding("error", "mixed-heads", f"stock vLLM refuses this pair: {why}", fix, price)
+    else:
+        yield Finding("info", "mixed-heads-patched", f"needs {', '.join(sorted(needed))}, which the recipe applies: {why}")
+    unused = pair.patches & {PER_REGION_PATCH, PER_GROUP_PATCH} - needed
+    if unused:
+        yield Finding("info", "patch-not-needed", f"{', '.join(sorted(unused))}: this pair's cache does not need it")
+
+
+def _requests_lost(layout: Layout, **changes: object) -> int | None:
+    """Requests of max_model_len that one cache holds fewer, by the steady price, after a change; None if memory is unknown."""
+    before = kv_bytes(layout.model, layout.shape)
+    if before is None:
+        return None
+    shape = layout.shape.with_changes(**changes)
+    try:
+        after = capacity(plan_layout(layout.model, shape), before)
+        now = capacity(layout, before)
+    except PlanError:
+        return None
+    length = shape.max_model_len
+    return now.requests(length, held=True) - after.requests(length, held=True)
+
+
+def _kernel_blocks(pair: Pair) -> tuple[int | None, int | None]:
+    blocks = pair.prefill.scheduler_block, pair.decode.scheduler_block
+    return backend_of(pair.p).kernel_block(blocks[0]), backend_of(pair.d).kernel_block(blocks[1])
+
+
+def _common_block(pair: Pair) -> int:
+    return max(pair.prefill.choice.block_size, pair.decode.choice.block_size)
+
+
+def _state_blocks(pair: Pair, kernels: tuple[int, int]) -> Iterator[Finding]:
+    """Recurrent models: pages of different sizes are legal only in whole kernel blocks, and never with prefix caching."""
+    p, d = pair.prefill.scheduler_block, pair.decode.scheduler_block
+    common = _common_block(pair)
+    fix = f"block_size: {common} on both roles"
+    price = _requests_lost(pair.decode, block_size=common)
+    if kernels[1] % kernels[0]:
+        message = f"blocks of {p} and {d} tokens become kernel blocks of {kernels[0]} and {kernels[1]}; decode's must be a multiple"
+        yield Finding("error", "kernel-blocks", message, fix, price)
+    if p != d and (pair.p.prefix_caching or pair.d.prefix_caching):
+        message = f"logical blocks differ ({p} at prefill, {d} at decode): vLLM refuses that for recurrent models with prefix caching"
+        yield Finding("error", "state-blocks-prefix", message, f"prefix_caching: false on both roles, or {fix}", price)
+    elif p != d and not kernels[1] % kernels[0]:
+        message = f"logical blocks differ ({p} at prefill, {d} at decode): accepted without prefix caching since vLLM PR 49612"
+        yield Finding("info", "state-blocks", message)
+
+
+def _block_sizes(pair: Pair) -> Iterator[Finding]:
+    """TransferTopology.block_size_ratio; and the 0.31.0 fault that makes unequal block sizes return wrong text."""
+    kernels = _kernel_blocks(pair)
+    if kernels[0] is None or kernels[1] is None:
+        yield Finding("error", "kernel-block", "no kernel block divides the block size", "another block_size or attention backend")
+        return
+    if pair.has_state:
+        yield from _state_blocks(pair, (kernels[0], kernels[1]))
+        return
+    p, d = pair.prefill.choice.block_size, pair.decode.choice.block_size
+    if p != d:
+        message = f"block size {p} at prefill, {d} at decode: vLLM 0.31.0 then returns wrong text with HTTP 200"
+        yield Finding("error", "block-size", message, f"block_size: {_common_block(pair)} on both roles")
+    elif kernels[0] != kernels[1] and PER_GROUP_PATCH not in needed_patches(pair):
+        message = f"kernel blocks of {kernels[0]} and {kernels[1]} tokens: vLLM refuses or rewrites such pages"
+        yield Finding("error", "kernel-blocks", message, "the same kernel block size on both roles")
+
+
+def _sizes(pair: Pair) -> Iterator[Finding]:
+    """What each role can admit, where its memory is known; and the lengths."""
+    if pair.d.max_model_len < pair.p.max_model_len:
+        message = f"decode max_model_len {pair.d.max_model_len} is below prefill's {pair.p.max_model_len}: long prompts fail at decode"
+        yield Finding("error", "max-model-len-pair", message, "decode max_model_len of at least prompt plus output")
+    for role, layout in (("prefill", pair.prefill), ("decode", pair.decode)):
+        memory = kv_bytes(layout.model, layout.shape)
+        if memory is None:
+            yield Finding("info", "memory-unknown", f"{role}: GPU memory or weights unknown, so capacity is not checked")
+            continue
+        try:
+            cache = capacity(layout, memory)
+        except PlanError as error:
+            yield Finding("error", "does-not-fit", f"{role}: {error.what}; {error.rule}", error.hint)
+            continue
+        seqs = layout.shape.max_num_seqs
+        if pair.has_state and seqs > cache.num_blocks:
+            message = f"{role}: max_num_seqs ({seqs}) exceeds available Mamba cache blocks ({cache.num_blocks}); graph capture stops"
+            yield Finding("error", "seqs-above-blocks", message, f"max_num_seqs of at most {cache.num_blocks}")
+        fits = cache.requests(layout.shape.max_model_len, held=True)
+        if seqs > fits:
+            message = f"{role}: max_num_seqs {seqs} but only {fits} requests of {layout.shape.max_model_len} tokens fit: expect preemption"
+            yield Finding("warning", "seqs-above-capacity", message, f"max_num_seqs of at most {fits}, or shorter requests")
+
+
+CHECKS: tuple[Callable[[Pair], Iterator[Finding]], ...] = (_same, _tensor_parallel, _mixed_heads, _block_sizes, _sizes)
+
+
+def check_roles(model: Model, prefill: RoleShape, decode: RoleShape, patches: frozenset[str]) -> list[Finding]:
+    """All findings for a model that is already read, errors first. Never raises for a bad pair: the reason becomes a finding."""
+    found = role_findings(model, "prefill", prefill) + role_findings(model, "decode", decode)
+    if not any(f.severity == "error" for f in found):
+        layouts = []
+        for role, shape in (("prefill", prefill), ("decode", decode)):
+            try:
+                layouts.append(plan_layout(model, shape))
+            except PlanError as error:
+                found.append(Finding("error", "role-refused", f"{role}: {error.what}; {error.rule}", error.hint))
+        if len(layouts) == 2:
+            pair = Pair(model, layouts[0], layouts[1], patches)
+            found += [finding for check in CHECKS for finding in check(pair)]
+    order = {"error": 0, "warning": 1, "info": 2}
+    return sorted(found, key=lambda finding: order[finding.severity])
+
+
+def check_pair(
+    model_config: Mapping[str, Any], prefill: RoleShape, decode: RoleShape, patches: frozenset[str] = frozenset()
+) -> list[Finding]:
+    """Whether prefill can hand its cache to decode: what `check` and `submit` ask.
+
+    model_config: the HF config. PlanError only when the config itself cannot be read.
+    """
+    return check_roles(read_model(model_config), prefill, decode, patches)
+
+
+def check_concurrency(cache_copies: int, requests_per_cache: int, max_num_seqs: int, concurrency: int) -> list[Finding]:
+    """A load's concurrency against decode: data-parallel copies, the scheduler's limit and what the caches hold."""
+    found = []
+    if concurrency < cache_copies:
+        message = f"concurrency {concurrency} leaves {cache_copies - concurrency} of {cache_copies} decode caches empty"
+        found.append(Finding("warning", "idle-copies", message, f"concurrency of at least {cache_copies}, or fewer copies"))
+    if concurrency > cache_copies * max_num_seqs:
+        message = f"concurrency {concurrency} exceeds {cache_copies} x max_num_seqs {max_num_seqs}: the rest waits"
+        found.append(Finding("warning", "concurrency-above-seqs", message, f"max_num_seqs of {-(-concurrency // cache_copies)}"))
+    if concurrency > cache_copies * requests_per_cache:
+        message = f"concurrency {concurrency} exceeds the {cache_copies} x {requests_per_cache} requests that the caches hold"
+        found.append(Finding("warning", "concurrency-above-capacity", message, "lower concurrency, or a lever of `plan --search`"))
+    return found

@@ -11,7 +11,7 @@ RUN = results/<recipe>/<utc>-<jobid>/
     logs/<process>.log      output of every process
     nodes/<process>.json    facts found on the node, see NODE_FACTS below; nodes/head.json: addresses and ports of the services
     gpu/<process>.csv       GPU samples
-    recall/<when>.jsonl     one raw answer per line; agreement.jsonl, behaviour.jsonl beside it
+    recall/<when>.jsonl     one raw answer per line; RUN/agreement.jsonl and RUN/behaviour.jsonl
     metrics/<process>.<when>.prom   /metrics of each worker and of the frontend at: ready, before_load, after_load, end
     load/<phase>/           aiperf/ (what AIPerf wrote), command.json, aiperf.log, phase.json (how the phase was judged)
 

@@ -1,0 +1,150 @@
+"""Recipe + cluster -> Spec: resolve paths, place, build command lines, state what must be proved. Pure but for reading the model's config."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdlaunch import engine
+from pdlaunch.cluster import Cluster, Environment, environment_for
+from pdlaunch.errors import RecipeError
+from pdlaunch.node.spec import (
+    SCHEMA_VERSION,
+    AgreementSpec,
+    Deadlines,
+    LoadPhase,
+    LoadSpec,
+    ModelSpec,
+    Proof,
+    RecallSpec,
+    RunInfo,
+    SlurmSpec,
+    Spec,
+)
+from pdlaunch.placement import Placement, place
+from pdlaunch.recipe import Recipe
+
+DISTRIBUTIONS = {"dynamo": "ai-dynamo", "vllm": "vllm", "nixl": "nixl"}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What does not come from the two files: where the repository is, when and from which commit this is rendered."""
+
+    root: Path
+    created_utc: str
+    git_commit: str = ""
+    git_dirty_sha256: str = ""
+    run_locally: bool = False
+    """--local: the bundle of a Slurm cluster is run on this machine."""
+
+
+@dataclass(frozen=True)
+class Job:
+    recipe: Recipe
+    cluster: Cluster
+    environment: Environment
+    placement: Placement
+    paths: engine.Paths
+    spec: Spec
+    context: Context
+
+
+def absolute(root: Path, path: str) -> str:
+    """A path of a cluster file: relative ones start at the repository root; links are kept, a virtual environment's python is one."""
+    return path if path.startswith("/") else str(root / path)
+
+
+def _program(root: Path, name: str) -> str:
+    """A name without a slash is looked up in PATH on the node."""
+    return absolute(root, name) if "/" in name else name
+
+
+def model_path(recipe: Recipe, cluster: Cluster, root: Path) -> str:
+    return absolute(root, cluster.models.get(recipe.model.id, recipe.model.id))
+
+
+def config_path(recipe: Recipe, cluster: Cluster, root: Path) -> Path:
+    """The config.json that plans are made from."""
+    if recipe.model.config:
+        return Path(absolute(root, recipe.model.config))
+    return Path(model_path(recipe, cluster, root)) / "config.json"
+
+
+def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
+    """Everything that is derived from the two files; a LaunchError child says what does not fit."""
+    engine.check(recipe, cluster)
+    if recipe.backend == "mocker":
+        environment = min(cluster.environments, key=lambda e: len(e.patches), default=None)
+        if environment is None:
+            raise RecipeError("no environments", where=cluster.source.where("environments"), rule="at least one")
+    else:
+        environment = environment_for(cluster, recipe.patches, recipe.source)
+    placement = place(recipe, cluster)
+    python = cluster.container.python if environment.image and cluster.container else absolute(context.root, environment.python)
+    paths = engine.Paths(python=python, model=model_path(recipe, cluster, context.root), aiperf=absolute(context.root, cluster.aiperf),
+                         etcd=_program(context.root, cluster.etcd), nats=_program(context.root, cluster.nats))
+    spec = Spec(
+        schema=SCHEMA_VERSION,
+        run=_run(recipe, cluster, context),
+        model=ModelSpec(recipe.model.id, paths.model, recipe.model.served_name),
+        nodes=placement.nodes,
+        services=engine.services(recipe, cluster, paths),
+        engines=engine.engines(recipe, cluster, placement, paths),
+        slurm=_slurm(cluster, environment),
+        deadlines=Deadlines(**vars(recipe.deadlines), load_phase_s=max((p.timeout_s for p in recipe.load), default=3600.0)),
+        recall=None if recipe.recall is None else RecallSpec(**vars(recipe.recall)),
+        agreement=None if recipe.agreement is None else AgreementSpec(**vars(recipe.agreement)),
+        behaviour=recipe.behaviour,
+        load=LoadSpec(paths.aiperf, paths.model, tuple(LoadPhase(**vars(p)) for p in recipe.load)) if recipe.load else None,
+        proof=_proof(recipe),
+        network_interface=cluster.network.interface,
+        http_port=cluster.network.http_port,
+        gpu_telemetry_url=cluster.gpu_telemetry_url,
+    )
+    return Job(recipe, cluster, environment, placement, paths, spec, context)
+
+
+def _run(recipe: Recipe, cluster: Cluster, context: Context) -> RunInfo:
+    return RunInfo(
+        recipe=recipe.name, cluster=cluster.name, launcher=cluster.launcher, device=cluster.device,
+        results_dir=absolute(context.root, cluster.results_dir), created_utc=context.created_utc, repeat_command=repeat_command(recipe, cluster, context),
+        git_commit=context.git_commit, git_dirty_sha256=context.git_dirty_sha256, overrides=dict(recipe.source.overrides))
+
+
+def repeat_command(recipe: Recipe, cluster: Cluster, context: Context) -> str:
+    """The command that repeats the run, to be typed in a checkout of git_commit."""
+    words = ["python", "launch.py", "--recipe", _name_or_path(recipe.source.path, context.root / "recipes"),
+             "--cluster", _name_or_path(cluster.source.path, context.root / "clusters")]
+    if context.run_locally:
+        words.append("--local")
+    for key, value in recipe.source.overrides.items():
+        words += ["--set", f"{key.replace('[', '.').replace(']', '')}={value}"]
+    return shlex.join(words)
+
+
+def _name_or_path(path: Path, folder: Path) -> str:
+    return path.stem if path.parent.resolve() == folder.resolve() else str(path)
+
+
+def _slurm(cluster: Cluster, environment: Environment) -> SlurmSpec | None:
+    slurm = cluster.slurm
+    if slurm is None or cluster.launcher == "local":
+        return None
+    container: tuple[str, ...] = ()
+    if environment.image and cluster.container:
+        container = (f"--container-image={environment.image}",)
+        if cluster.container.mounts:
+            container += (f"--container-mounts={','.join(cluster.container.mounts)}",)
+        container += cluster.container.args
+    return SlurmSpec(gres=slurm.gres if cluster.nodes.gpus_per_node else "", srun_args=slurm.srun_args, container_args=container,
+                     mem_per_engine_rank=slurm.mem_per_engine_rank, cpus_per_engine_rank=slurm.cpus_per_engine_rank)
+
+
+def _proof(recipe: Recipe) -> Proof:
+    mocker = recipe.backend == "mocker"
+    versions = {DISTRIBUTIONS[k]: getattr(recipe.versions, k) for k in (("dynamo",) if mocker else DISTRIBUTIONS)}
+    return Proof(
+        disaggregated=recipe.disaggregated, kv_load_failure_policy=engine.KV_LOAD_FAILURE_POLICY if recipe.disaggregated and not mocker else "",
+        prediction=None, mixed_heads=False, patches=recipe.patches, file_sha256={}, versions=versions, text_checked=not mocker)

@@ -6,9 +6,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdlaunch import engine
+from pdlaunch import engine, modelcheck
 from pdlaunch.cluster import Cluster, Environment, environment_for
-from pdlaunch.errors import RecipeError
+from pdlaunch.errors import PatchError, RecipeError
 from pdlaunch.node.spec import (
     SCHEMA_VERSION,
     AgreementSpec,
@@ -22,7 +22,10 @@ from pdlaunch.node.spec import (
     SlurmSpec,
     Spec,
 )
+from pdlaunch.patching import expected_hashes
+from pdlaunch.patchseries import load_series
 from pdlaunch.placement import Placement, place
+from pdlaunch.planner.compat import Finding
 from pdlaunch.recipe import Recipe
 
 DISTRIBUTIONS = {"dynamo": "ai-dynamo", "vllm": "vllm", "nixl": "nixl"}
@@ -49,6 +52,7 @@ class Job:
     paths: engine.Paths
     spec: Spec
     context: Context
+    warnings: tuple[Finding, ...]
 
 
 def absolute(root: Path, path: str) -> str:
@@ -81,6 +85,7 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
             raise RecipeError("no environments", where=cluster.source.where("environments"), rule="at least one")
     else:
         environment = environment_for(cluster, recipe.patches, recipe.source)
+    checked = modelcheck.check(recipe, cluster, config_path(recipe, cluster, context.root))
     placement = place(recipe, cluster)
     python = cluster.container.python if environment.image and cluster.container else absolute(context.root, environment.python)
     paths = engine.Paths(python=python, model=model_path(recipe, cluster, context.root), aiperf=absolute(context.root, cluster.aiperf),
@@ -98,12 +103,12 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
         agreement=None if recipe.agreement is None else AgreementSpec(**vars(recipe.agreement)),
         behaviour=recipe.behaviour,
         load=LoadSpec(paths.aiperf, paths.model, tuple(LoadPhase(**vars(p)) for p in recipe.load)) if recipe.load else None,
-        proof=_proof(recipe),
+        proof=_proof(recipe, checked, context.root),
         network_interface=cluster.network.interface,
         http_port=cluster.network.http_port,
         gpu_telemetry_url=cluster.gpu_telemetry_url,
     )
-    return Job(recipe, cluster, environment, placement, paths, spec, context)
+    return Job(recipe, cluster, environment, placement, paths, spec, context, checked.warnings)
 
 
 def _run(recipe: Recipe, cluster: Cluster, context: Context) -> RunInfo:
@@ -142,9 +147,19 @@ def _slurm(cluster: Cluster, environment: Environment) -> SlurmSpec | None:
                      mem_per_engine_rank=slurm.mem_per_engine_rank, cpus_per_engine_rank=slurm.cpus_per_engine_rank)
 
 
-def _proof(recipe: Recipe) -> Proof:
+def _proof(recipe: Recipe, checked: modelcheck.ModelCheck, root: Path) -> Proof:
     mocker = recipe.backend == "mocker"
     versions = {DISTRIBUTIONS[k]: getattr(recipe.versions, k) for k in (("dynamo",) if mocker else DISTRIBUTIONS)}
     return Proof(
         disaggregated=recipe.disaggregated, kv_load_failure_policy=engine.KV_LOAD_FAILURE_POLICY if recipe.disaggregated and not mocker else "",
-        prediction=None, mixed_heads=False, patches=recipe.patches, file_sha256={}, versions=versions, text_checked=not mocker)
+        prediction=checked.prediction, mixed_heads=checked.mixed_heads, patches=recipe.patches,
+        file_sha256={} if mocker else _file_hashes(recipe, root), versions=versions, text_checked=not mocker)
+
+
+def _file_hashes(recipe: Recipe, root: Path) -> dict[str, str]:
+    """What the patched files, and those that no listed patch may have touched, must hash to where the engines run."""
+    series = load_series(root / "patches" / "series.yaml")
+    try:
+        return expected_hashes(series, recipe.patches)
+    except PatchError as e:
+        raise PatchError(e.what, where=recipe.source.where("patches"), rule=e.rule, hint=e.hint) from None

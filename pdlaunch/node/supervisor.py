@@ -1,0 +1,320 @@
+"""One job from its first process to its verdict: the stages in order, and evidence and verdict whatever happens on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import finish, gate, snapshots
+from .allocation import job_id
+from .contracts import Events, Verdict
+from .deployment import Deployment
+from .process import StageFailed, StopRequested, wait_until
+from .redact import Redactor
+from .spec import LoadPhase, RecallTime, Spec, load_spec
+
+EXIT_VALID, EXIT_VERDICT, EXIT_BAD_INPUT, EXIT_UNEXPECTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+_STOP_BUDGET_S = {"SIGINT": 7.0, "SIGTERM": 16.0}
+"""Ctrl-C ends within 10 s; Slurm kills 30 s (KillWait) after TERM."""
+_HALT_S = 2.0
+MIN_FREE_GIB = 0.25
+
+
+class EndedEarly(Exception):
+    """The deployment is known to be wrong, so the rest of the run would measure noise; the message says what was seen."""
+
+
+class Run:
+    """State of one job. The stages are methods, in the order in which run() calls them."""
+
+    def __init__(self, spec: Spec, spec_path: Path, run_dir: Path, job: str) -> None:
+        self.spec, self.run_dir = spec, run_dir
+        self.began = time.monotonic()
+        self.stop_event = threading.Event()
+        self.signal_name = ""
+        self.events = Events(run_dir / "events.jsonl")
+        self.seed = f"{run_dir.name}-{secrets.token_hex(4)}"
+        self.deployment = Deployment(spec, spec_path, run_dir, f"pdl-{job}-{secrets.token_hex(2)}", self.stop_event, self.say)
+        self.wrong: list[str] = []
+        self.loading = False
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:7.1f} s] {text}", flush=True)
+
+    def listen(self) -> None:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        if not self.signal_name:
+            self.signal_name = signal.Signals(signum).name
+            self.stop_event.set()
+
+    @contextlib.contextmanager
+    def stage(self, name: str, text: str = "", **detail: Any) -> Iterator[dict[str, Any]]:
+        """Events of one stage; the dictionary that it gives is added to the end event."""
+        self.say(f"{name}{': ' + text if text else ''}")
+        self.events.add(name, "begin", **detail)
+        result: dict[str, Any] = {}
+        try:
+            yield result
+        except (StageFailed, StopRequested, EndedEarly) as e:
+            self.events.add(name, "failed", **detail, reason=str(e))
+            raise
+        self.events.add(name, "end", **detail, **result)
+
+    def wrong_text(self, name: str, what: str, **detail: Any) -> None:
+        """A check has failed for good; the run goes on only as far as it helps to say why."""
+        self.events.add(name, "note", failure=what, **detail)
+        self.say(f"{name}: FAILED: {what}")
+        self.wrong.append(what)
+
+    def watch(self, works: Sequence[Callable[[threading.Event], None]]) -> None:
+        """Run the functions in threads while watching every child; a death or a stop halts them, an exception of theirs is raised here."""
+        halt = threading.Event()
+        errors: list[BaseException] = []
+
+        def guarded(work: Callable[[threading.Event], None]) -> None:
+            try:
+                work(halt)
+            except BaseException as e:  # noqa: BLE001 - handed to the main thread, which raises it
+                errors.append(e)
+                halt.set()
+
+        threads = [threading.Thread(target=guarded, args=(w,), daemon=True) for w in works]
+        for thread in threads:
+            thread.start()
+        try:
+            while any(t.is_alive() for t in threads):
+                if self.stop_event.is_set():
+                    raise StopRequested("while requests were running")
+                if errors:
+                    break
+                self.deployment.check()
+                threads[0].join(0.1) if threads[0].is_alive() else time.sleep(0.1)
+        finally:
+            halt.set()
+            deadline = time.monotonic() + _HALT_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if errors:
+            raise errors[0]
+        self.deployment.check()
+
+    def snapshot(self, when: str) -> None:
+        for process, reason in snapshots.take(self.deployment.metrics_urls(), when, self.run_dir / "metrics").items():
+            self.events.add("metrics", "note", process=process, when=when, failure=reason)
+            self.say(f"metrics of {process} at {when}: {reason}")
+
+    def start(self) -> None:
+        spec, deployment = self.spec, self.deployment
+        with self.stage("control_plane", ", ".join(s.name for s in spec.services)):
+            deployment.find_nodes()
+            deployment.wait_services(deployment.start_services(("etcd", "nats")), spec.deadlines.control_plane_s)
+            frontend = deployment.start_services(("frontend",))
+            deployment.start_engines()
+            self.events.add("engines_started", "end", engines=[r.process for r in deployment.ranks])
+            self.say(f"engines_started: {', '.join(r.process for r in deployment.ranks)}")
+            deployment.wait_services(frontend, spec.deadlines.control_plane_s)
+        with self.stage("engines_ready", f"deadline {spec.deadlines.engines_s:g} s") as result:
+            result["workers"] = deployment.wait_engines().found
+        self.snapshot("ready")
+
+    def first_token(self) -> None:
+        targets = [("deployment", self.deployment.base_url)] if gate.expected_workers(self.spec.engines) else []
+        if self.spec.engines_of("control"):
+            targets.append(("control", self.deployment.control_url()))
+        with self.stage("first_token"):
+            for target, url in targets:
+                self.watch([functools.partial(self._complete, target, url)])
+
+    def _complete(self, target: str, url: str, halt: threading.Event) -> None:
+        failure = gate.first_completion(self.spec, url, self.seed, self.run_dir / "gate.jsonl", halt, target)
+        if failure and not halt.is_set():
+            self.wrong_text("first_token", f"{target}: {failure}")
+
+    def recall(self, when: RecallTime, halt: threading.Event) -> None:
+        """One pass of the recall check; a wrong answer is noted, not raised."""
+        from .recall import run_recall
+
+        spec = self.spec
+        if spec.recall is None or when not in spec.recall.when:
+            return
+        with self.stage(f"recall_{when}", f"{spec.recall.prompts} prompts of about {spec.recall.prompt_tokens} tokens") as result:
+            found = run_recall(self.deployment.base_url, spec.model.served_name, spec.recall, when, self.seed, self.run_dir / "recall",
+                               spec.deadlines.recall_request_s, halt)
+            result |= {"correct": found.correct, "asked": found.asked}
+            self.say(f"recall_{when}: {found.correct} of {found.asked} correct")
+            if not found.passed and not halt.is_set():
+                self.wrong_text(f"recall_{when}", f"recall {when} load: {found.correct} of {found.asked}, {found.hangs} hangs")
+
+    def behaviour(self) -> None:
+        from .behaviour import BuildFacts, run_behaviour
+
+        spec = self.spec
+        nodes = {r.process: r.facts() or {} for r in self.deployment.ranks}
+        with self.stage("behaviour", ", ".join(spec.behaviour)):
+            self.watch([lambda halt: self._note("behaviour", run_behaviour(
+                self.deployment.base_url, spec.model.served_name, spec.behaviour, self.run_dir / "behaviour.jsonl",
+                spec.deadlines.behaviour_request_s, BuildFacts(nodes, spec.proof), halt).passed)])
+
+    def agreement(self) -> None:
+        from .agreement import run_agreement
+
+        asked = self.spec.agreement
+        if asked is None:
+            return
+        with self.stage("agreement", f"{asked.prompts} prompts, token for token against the control engine"):
+            self.watch([lambda halt: self._note("agreement", run_agreement(
+                self.deployment.base_url, self.deployment.control_url(), self.spec.model.served_name, asked, self.seed,
+                self.run_dir / "agreement.jsonl", self.spec.deadlines.recall_request_s, halt).passed)])
+
+    def _note(self, name: str, passed: bool) -> None:
+        if not passed and not self.stop_event.is_set():
+            self.wrong_text(name, f"{name} checks did not all pass")
+
+    def load(self) -> None:
+        if self.spec.load is None:
+            return
+        self.snapshot("before_load")
+        phases = self.spec.load.phases
+        heaviest = max(range(len(phases)), key=lambda i: (phases[i].concurrency or 0, phases[i].request_rate_per_s or 0.0))
+        for number, phase in enumerate(phases):
+            works = [functools.partial(self._phase, phase)]
+            self.loading = True
+            self.watch([*works, *([self._recall_during] if number == heaviest else [])])
+        self.snapshot("after_load")
+
+    def _phase(self, phase: LoadPhase, halt: threading.Event) -> None:
+        from .load import run_phase
+
+        assert self.spec.load is not None
+        urls = [url for process, url in self.deployment.metrics_urls().items() if process != "frontend"]
+        try:
+            with self.stage("load", phase.name, phase=phase.name):
+                found = run_phase(self.spec.load, phase, self.deployment.base_url, self.spec.model.served_name, urls,
+                                  self.run_dir / "load" / phase.name, halt)
+                if not found.passed and not halt.is_set():
+                    self.wrong_text("load", f"phase {phase.name} did not pass", phase=phase.name)
+        finally:
+            self.loading = False
+
+    def _recall_during(self, halt: threading.Event) -> None:
+        """Recall while the load tool has requests in flight: it starts when the frontend says that some are."""
+        if self.spec.recall is None or "during" not in self.spec.recall.when:
+            return
+        frontend = {"frontend": f"{self.deployment.base_url}/metrics"}
+        while not halt.is_set() and self.loading:
+            if snapshots.in_flight(frontend, halt).get("frontend", 0):
+                self.recall("during", halt)
+                return
+            halt.wait(0.1)
+        if not halt.is_set():
+            self.events.add("recall_during", "failed", reason="the load was over before a request of it was seen in flight")
+
+    def idle(self) -> None:
+        urls = self.deployment.metrics_urls()
+        busy: dict[str, float] = {}
+
+        def none_left() -> bool:
+            busy.clear()
+            busy.update({p: n for p, n in snapshots.in_flight(urls, self.stop_event).items() if n})
+            return not busy
+
+        with contextlib.suppress(StageFailed), self.stage("idle"):
+            wait_until(none_left, "requests in flight to reach zero", self.spec.deadlines.idle_s, check=self.deployment.check,
+                       stop=self.stop_event, poll_s=0.2, waiting_for=lambda: f"in flight: {busy}")
+
+    def run(self) -> None:
+        """Every stage from the control plane to idle. Raises StageFailed, StopRequested or EndedEarly."""
+        self.start()
+        self.first_token()
+        self.watch([lambda halt: self.recall("before", halt)])
+        if self.spec.behaviour:
+            self.behaviour()
+        if not self.wrong:
+            self.agreement()
+        if self.wrong:
+            self.idle()
+            self.snapshot("end")
+            raise EndedEarly("; ".join(self.wrong))
+        self.load()
+        self.watch([lambda halt: self.recall("after", halt)])
+        self.idle()
+        self.snapshot("end")
+
+    def shut_down(self) -> None:
+        self.say("stopping")
+        self.events.add("stopped", "begin", log_bytes=self.deployment.log_bytes())
+        budget_s = _STOP_BUDGET_S.get(self.signal_name, min(self.spec.deadlines.stop_s, 60.0))
+        killed = self.deployment.stop(budget_s, at_once=bool(self.signal_name))
+        self.deployment.clean_up()
+        self.events.add("stopped", "end", killed=killed)
+
+    def finish(self, ended: str) -> Verdict:
+        self.events.add("judged", "begin", ended=ended)
+        verdict = finish.judge(self.run_dir, ended)
+        self.events.add("judged", "end", verdict=verdict.verdict, line=verdict.line)
+        self.events.add("archived", "end")
+        finish.write_manifest(self.spec, self.run_dir, ended)
+        return verdict
+
+
+def new_run_dir(spec: Spec, job: str) -> Path:
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    return Path(spec.run.results_dir) / spec.run.recipe / f"{stamp}-{job}"
+
+
+def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
+    """Run the job of spec_path to its verdict; the exit code is 0 VALID, 1 INVALID or INCOMPLETE, 2, 3 or 130."""
+    spec_path = spec_path.resolve()
+    spec = load_spec(spec_path)
+    job = job_id(os.environ)
+    run_dir = (run_dir or new_run_dir(spec, job)).resolve()
+    try:
+        run_dir.mkdir(parents=True)
+    except OSError as e:
+        print(f"{run_dir}: the run folder cannot be made: {e.strerror}; each run needs a new one", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    for name in ("logs", "nodes"):
+        (run_dir / name).mkdir()
+    finish.copy_bundle(spec_path.parent, spec_path, run_dir, Redactor(spec.redact_keys, os.environ))
+    run = Run(spec, spec_path, run_dir, job)
+    run.listen()
+    run.say(f"run: {run_dir}")
+    run.events.add("job_started", "end", job=job, host=os.uname().nodename, pid=os.getpid(), run_dir=str(run_dir))
+    ended, code = _until_the_end(run)
+    run.shut_down()
+    verdict = run.finish(ended)
+    print(verdict.line, flush=True)
+    for reason in verdict.reasons:
+        print(f"  {reason}", flush=True)
+    print(f"archive: {run_dir}", flush=True)
+    return code or (EXIT_VALID if verdict.verdict == "VALID" else EXIT_VERDICT)
+
+
+def _until_the_end(run: Run) -> tuple[str, int]:
+    """(why the run ended early or '', exit code that the end forces or 0)."""
+    try:
+        run.run()
+    except StopRequested as e:
+        return f"interrupted by {run.signal_name} {e}", EXIT_INTERRUPTED
+    except (StageFailed, EndedEarly) as e:
+        run.say(str(e))
+        return str(e), 0
+    except Exception as e:  # noqa: BLE001 - the top level of the node: whatever it was, the job is stopped, judged and archived
+        trace = traceback.format_exc()
+        run.events.add("job_started", "failed", reason=trace)
+        print(trace, file=sys.stderr, flush=True)
+        return f"unexpected: {type(e).__name__}: {e}", EXIT_UNEXPECTED
+    return "", 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,19 +65,17 @@ def _bad(path: Path, what: str, rule: str, key: str | None = None, line: int | N
     return ArchiveError(what, where=Where(path, line, key), rule=rule)
 
 
-def read_summary(path: Path) -> dict[str, Any]:
-    """profile_export_aiperf.json; ArchiveError when it is absent, cut short, foreign or of another major schema."""
-    if not path.exists():
-        raise _bad(path, "missing", "AIPerf writes it unless every request failed")
+def parse_summary(data: bytes, path: Path) -> dict[str, Any]:
+    """profile_export_aiperf.json; ArchiveError when it is cut short, foreign or of another major schema. path is only for messages."""
     try:
-        data = json.loads(path.read_bytes())
+        body = json.loads(data)
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise _bad(path, f"not JSON: {e}", "the file as AIPerf wrote it") from None
-    if not isinstance(data, dict) or "aiperf_version" not in data or "schema_version" not in data:
+    if not isinstance(body, dict) or "aiperf_version" not in body or "schema_version" not in body:
         raise _bad(path, "no aiperf_version and schema_version", "profile_export_aiperf.json of AIPerf 0.13")
-    if str(data["schema_version"]).split(".")[0] != "1":
-        raise _bad(path, f"schema_version {data['schema_version']!r}", "1.x", "schema_version")
-    return data
+    if str(body["schema_version"]).split(".")[0] != "1":
+        raise _bad(path, f"schema_version {body['schema_version']!r}", "1.x", "schema_version")
+    return body
 
 
 def _metric(metrics: dict[str, Any], name: str, *, milliseconds: bool = False) -> float | None:
@@ -110,33 +109,38 @@ def _record(line: bytes) -> Record | None:
     )  # fmt: skip
 
 
-def read_records(path: Path) -> tuple[list[Record], list[str]]:
+def parse_records(data: bytes, name: str) -> tuple[list[Record], list[str]]:
     """Requests of the profiling phase, and a problem for each line that is not one (its number and why); warm-up rows are left out."""
     records, problems = [], []
-    with path.open("rb") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                record = _record(line)
-            except (ValueError, KeyError, TypeError, AttributeError) as e:
-                problems.append(f"{path.name}:{number}: not a request record ({type(e).__name__}: {e})")
-                continue
-            if record is None:
-                continue
-            times = (record.ttft_ms, record.itl_ms, record.latency_ms)
-            if any(t is not None and not (math.isfinite(t) and t >= 0) for t in times) or record.end_ns < record.start_ns:
-                problems.append(f"{path.name}:{number}: a time that is negative, NaN or infinite; the request is left out")
-                continue
-            records.append(record)
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            record = _record(line)
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            problems.append(f"{name}:{number}: not a request record ({type(e).__name__}: {e})")
+            continue
+        if record is None:
+            continue
+        times = (record.ttft_ms, record.itl_ms, record.latency_ms)
+        if any(t is not None and not (math.isfinite(t) and t >= 0) for t in times) or record.end_ns < record.start_ns:
+            problems.append(f"{name}:{number}: a time that is negative, NaN or infinite; the request is left out")
+            continue
+        records.append(record)
     return records, problems
 
 
-def read_phase(folder: Path) -> PhaseFiles:
-    """Both files of load/<phase>/aiperf. A record that cannot be read is left out and reported; a wrong summary is an ArchiveError."""
-    summary = read_summary(folder / SUMMARY)
+def read_phase(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> PhaseFiles:
+    """Both files of load/<phase>/aiperf. A record that cannot be read is left out and reported; a wrong summary is an ArchiveError.
+
+    read: how bytes are fetched; an archived run passes one that also checks the manifest.
+    """
+    path = folder / SUMMARY
+    if not path.exists():
+        raise _bad(path, "missing", "AIPerf writes it unless every request failed")
+    summary = parse_summary(read(path), path)
     path = folder / RECORDS
     if not path.exists():
         return PhaseFiles(folder, summary, (), (f"{path.name} is missing: no percentile can be computed from requests",))
-    records, problems = read_records(path)
+    records, problems = parse_records(read(path), path.name)
     good = sum(r.ok for r in records)
     counted = summary.get("request_count", {}).get("avg")
     if counted is not None and good != counted:

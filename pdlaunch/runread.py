@@ -1,0 +1,292 @@
+"""One archived run, read for reports: its settings, verdict, stages and load phases. Every file that a number comes from is checked
+against manifest.json.
+
+What is wrong with one file becomes a line in `problems` and the rest is still read; only a folder that is no run of this schema is an
+ArchiveError.
+`launch.py verify` hashes a whole archive; here only what is used, so that a comparison of many runs stays fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdlaunch.aiperf_files import PhaseFiles, Record, read_phase
+from pdlaunch.errors import ArchiveError, Where
+from pdlaunch.metrics_defs import Denominators, Metric, Reconciliation, compute, reconcile, tpot_ms
+from pdlaunch.node.contracts import SCHEMA_VERSION
+from pdlaunch.node.spec import LoadPhase, SpecError, from_json
+from pdlaunch.stats import percentile
+
+MARKS = ("spec.json", "verdict.json", "manifest.json", "events.jsonl")
+"""A folder with one of these is meant to be a run."""
+CURVE_POINTS = 50
+SERVING = ("prefill", "decode", "agg")
+
+
+def run_id(path: Path) -> str:
+    """<recipe>/<utc>-<jobid>: the last two parts of the folder."""
+    full = path.resolve()
+    return f"{full.parent.name}/{full.name}"
+
+
+@dataclass
+class Files:
+    """Reads files of one run and compares each with its hash in manifest.json, once. changed: those that differ."""
+
+    run: Path
+    expected: dict[str, str] | None
+    """None: there is no manifest, so nothing can be checked."""
+    changed: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+
+    def read(self, path: Path) -> bytes:
+        """The bytes; ArchiveError when they are not those of the manifest."""
+        data = path.read_bytes()
+        name = path.relative_to(self.run).as_posix()
+        self.used.add(name)
+        if self.expected is None:
+            return data
+        wanted = self.expected.get(name)
+        found = hashlib.sha256(data).hexdigest()
+        if found != wanted:
+            self.changed.append(name)
+            said = f"sha256 {found[:12]}..., manifest.json says {wanted[:12]}..." if wanted else "is not in manifest.json"
+            rule = "an archived run does not change: `launch.py verify` lists every difference"
+            raise ArchiveError(f"changed since the run was archived: {said}", where=Where(path), rule=rule)
+        return data
+
+    def json(self, name: str) -> Any:
+        """A JSON file of the run; None when it is absent; ArchiveError when it is not JSON or has changed."""
+        path = self.run / name
+        try:
+            data = self.read(path)
+        except FileNotFoundError:
+            return None
+        try:
+            return json.loads(data)
+        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            raise ArchiveError(f"not JSON ({e})", where=Where(path), rule="a whole file as the run wrote it") from None
+
+    def lines(self, path: Path) -> list[dict[str, Any]]:
+        """Rows of a JSON-lines file; ArchiveError names the first line that is no object."""
+        rows = []
+        for number, line in enumerate(self.read(path).splitlines(), 1):
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as e:
+                raise ArchiveError(f"not JSON ({e})", where=Where(path, number), rule="one object per line") from None
+            if not isinstance(row, dict):
+                raise ArchiveError(f"{type(row).__name__}", where=Where(path, number), rule="one object per line")
+            rows.append(row)
+        return rows
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One load phase. metrics is empty and `problems` says why when AIPerf's files cannot be used.
+
+    curves: CURVE_POINTS + 1 quantiles (0 to 100 %) of ttft, itl, tpot and latency in ms: enough to draw a distribution, and bounded.
+    """
+
+    setting: LoadPhase
+    folder: str
+    metrics: dict[str, Metric]
+    curves: dict[str, tuple[float, ...]]
+    reconciliation: Reconciliation | None
+    prompt_tokens: tuple[tuple[int, int], ...]
+    """(prompt tokens, successful requests with it)."""
+    evidence: dict[str, float]
+    """kv_usage, waiting, preemptions of the decode side where AIPerf's server metrics hold them."""
+    problems: tuple[str, ...]
+
+    @property
+    def workload(self) -> tuple[Any, ...]:
+        """What must be equal for two phases to be compared."""
+        p = self.setting
+        return (p.input_tokens, p.output_tokens, p.concurrency, p.request_rate_per_s, p.streaming, p.connection_reuse)
+
+
+@dataclass(frozen=True)
+class Run:
+    """spec, verdict: the JSON as it is (checked for the schema version). evidence: name -> {value, unit, source}."""
+
+    path: Path
+    id: str
+    spec: dict[str, Any]
+    verdict: dict[str, Any]
+    evidence: dict[str, dict[str, Any]]
+    events: tuple[dict[str, Any], ...]
+    nodes: dict[str, dict[str, Any]]
+    phases: tuple[Phase, ...]
+    problems: tuple[str, ...]
+    verified: bool
+    """Every file used had the hash of manifest.json; False without a manifest or after any difference."""
+    files: Files = field(repr=False, compare=False)
+
+    @property
+    def word(self) -> str:
+        return str(self.verdict["verdict"])
+
+    @property
+    def valid(self) -> bool:
+        return self.word == "VALID" and not self.files.changed
+
+    def engines(self, *roles: str) -> list[dict[str, Any]]:
+        return [e for e in self.spec["engines"] if e["role"] in (roles or SERVING)]
+
+    @property
+    def denominators(self) -> Denominators:
+        return denominators(self.spec)
+
+
+def denominators(spec: dict[str, Any]) -> Denominators:
+    """GPUs given to engines; on a run without GPUs the ranks (TP x PP x DP) of the engines."""
+    gpus, ranks = dict.fromkeys(SERVING, 0), dict.fromkeys(SERVING, 0)
+    for e in spec["engines"]:
+        if e["role"] in gpus:
+            gpus[e["role"]] += sum(len(r["gpus"]) for r in e["ranks"])
+            ranks[e["role"]] += e["tensor_parallel"] * e["pipeline_parallel"] * e["data_parallel"]
+    if any(gpus.values()):
+        return Denominators("GPU", gpus["prefill"], gpus["decode"], gpus["agg"])
+    return Denominators("rank", ranks["prefill"], ranks["decode"], ranks["agg"], "spec.json engines[].tensor_parallel (no GPU in this run)")
+
+
+def checked_schema(data: Any, path: Path) -> dict[str, Any]:
+    """The object; ArchiveError unless it is one of our schema version."""
+    if not isinstance(data, dict):
+        raise ArchiveError(f"holds {type(data).__name__}", where=Where(path), rule="an object with `schema`")
+    if data.get("schema") != SCHEMA_VERSION:
+        hint = "read it with the version of this project that wrote it (run.git_commit in spec.json)"
+        raise ArchiveError(
+            f"schema {data.get('schema')!r}", where=Where(path, key="schema"), rule=f"this version reads schema {SCHEMA_VERSION}", hint=hint
+        )
+    return data
+
+
+def open_files(path: Path) -> Files:
+    """The run's files with the hashes of its manifest; ArchiveError when the folder is no run or the manifest is not ours."""
+    if not path.is_dir():
+        raise ArchiveError("is no folder" if path.exists() else "does not exist", where=Where(path), rule="results/<recipe>/<utc>-<jobid>")
+    if not any((path / mark).exists() for mark in MARKS):
+        raise ArchiveError(f"is not an archived run: none of {', '.join(MARKS)}", where=Where(path), rule="results/<recipe>/<utc>-<jobid>")
+    manifest = path / "manifest.json"
+    if not manifest.exists():
+        return Files(path, None)
+    try:
+        data = checked_schema(json.loads(manifest.read_bytes()), manifest)
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ArchiveError(f"not JSON ({e})", where=Where(manifest), rule="a whole file as the run wrote it") from None
+    files = data.get("files")
+    if not isinstance(files, dict):
+        raise ArchiveError("no files", where=Where(manifest, key="files"), rule="{relative path: sha256}")
+    return Files(path, files)
+
+
+def _curves(records: Iterable[Record]) -> dict[str, tuple[float, ...]]:
+    good = [r for r in records if r.ok]
+    series = {
+        "ttft": [r.ttft_ms for r in good], "itl": [r.itl_ms for r in good],
+        "tpot": [tpot_ms(r) for r in good], "latency": [r.latency_ms for r in good],
+    }  # fmt: skip
+    curves = {}
+    for name, values in series.items():
+        present = sorted(v for v in values if v is not None)
+        if present:
+            curves[name] = tuple(percentile(present, 100 * i / CURVE_POINTS) for i in range(CURVE_POINTS + 1))
+    return curves
+
+
+_SERVER = {"vllm:kv_cache_usage_perc": "kv_usage", "vllm:num_requests_waiting": "waiting", "vllm:num_preemptions": "preemptions"}
+
+
+def _server_evidence(data: Any) -> dict[str, float]:
+    """Highest KV usage, mean waiting requests and total preemptions over the series of AIPerf's server_metrics_export.json."""
+    found: dict[str, float] = {}
+    metrics = data.get("metrics") if isinstance(data, dict) else None
+    for name, ours in _SERVER.items():
+        metric = metrics.get(name) if isinstance(metrics, dict) else None
+        stat = {"kv_usage": "max", "waiting": "avg", "preemptions": "total"}[ours]
+        for series in metric.get("series", []) if isinstance(metric, dict) else []:
+            value = (series.get("stats") or {}).get(stat)
+            if isinstance(value, int | float):
+                found[ours] = max(found.get(ours, 0.0), float(value))
+    return found
+
+
+def _phase(files: Files, setting: LoadPhase, per: Denominators) -> Phase:
+    folder = files.run / "load" / setting.name / "aiperf"
+    relative = folder.relative_to(files.run).as_posix()
+    try:
+        parsed: PhaseFiles = read_phase(folder, files.read)
+        metrics = compute(parsed, per, setting.concurrency, setting.slos_ms)
+        server = files.json(f"{relative}/server_metrics_export.json")
+    except (ArchiveError, ValueError) as e:
+        return Phase(setting, relative, {}, {}, None, (), {}, (f"phase {setting.name}: {e}",))
+    duration = parsed.stat("benchmark_duration")
+    problems = [f"phase {setting.name}: {p}" for p in parsed.problems]
+    if duration is None or duration <= 0:
+        problems.append(f"phase {setting.name}: {'no duration' if duration is None else 'zero length'}, so no rate")
+    if parsed.summary.get("was_cancelled") or parsed.summary.get("is_complete") is False:
+        problems.append(f"phase {setting.name}: AIPerf says it is not complete ({parsed.summary.get('incomplete_reason') or 'cancelled'})")
+    counts: dict[int, int] = {}
+    for r in parsed.records:
+        if r.ok:
+            counts[r.input_tokens] = counts.get(r.input_tokens, 0) + 1
+    why = reconcile(parsed.records, duration, setting.concurrency) if duration and setting.concurrency else None
+    return Phase(
+        setting, relative, metrics, _curves(parsed.records), why, tuple(sorted(counts.items())), _server_evidence(server), tuple(problems)
+    )
+
+
+def read_run(path: Path, *, phases: bool = True) -> Run:
+    """Everything a comparison needs. ArchiveError when the folder is no run, spec.json is unreadable or of another schema."""
+    files = open_files(path)
+    problems: list[str] = (
+        [] if files.expected is not None else ["no manifest.json: nothing proves that the files are as the run wrote them"]
+    )
+    spec = checked_schema(files.json("spec.json") or _absent(path / "spec.json"), path / "spec.json")
+
+    def attempt(read: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            found = read()
+        except FileNotFoundError as e:
+            problems.append(f"{Path(e.filename).name} is missing")
+            return otherwise
+        except ArchiveError as e:
+            problems.append(str(e))
+            return otherwise
+        return otherwise if found is None else found
+
+    unknown = {
+        "verdict": "INCOMPLETE",
+        "line": "no readable verdict.json: the run did not reach its end",
+        "reasons": [],
+        "checks": [],
+        "text_checked": False,
+    }
+    verdict = attempt(lambda: checked_schema(files.json("verdict.json") or _absent(path / "verdict.json"), path / "verdict.json"), unknown)
+    evidence = attempt(lambda: checked_schema(files.json("evidence.json") or _absent(path / "evidence.json"), path / "evidence.json"), {})
+    events = attempt(lambda: files.lines(path / "events.jsonl"), [])
+    nodes = {}
+    for node in sorted((path / "nodes").glob("*.json")):
+        nodes[node.stem] = attempt(lambda node=node: files.json(f"nodes/{node.name}"), {})  # type: ignore[misc]
+    found = []
+    for i, raw in enumerate((spec.get("load") or {}).get("phases", []) if phases else []):
+        try:
+            setting = from_json(LoadPhase, raw, f"load.phases[{i}]")
+        except SpecError as e:
+            problems.append(f"spec.json: {e}")
+            continue
+        found.append(_phase(files, setting, denominators(spec)))
+        problems.extend(found[-1].problems)
+    return Run(path, run_id(path), spec, verdict, evidence.get("values", {}), tuple(events), nodes, tuple(found), tuple(problems),
+               files.expected is not None and not files.changed, files)  # fmt: skip
+
+
+def _absent(path: Path) -> Any:
+    raise ArchiveError("missing", where=Where(path), rule="every run has it; the folder was cut short or is foreign")

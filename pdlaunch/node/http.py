@@ -155,18 +155,24 @@ class Exchange:
             raise
 
     def lines(self) -> Iterator[str]:
-        """Lines of the body without their ends, as they arrive."""
-        while True:
-            try:
-                raw = self._response.readline()
-            except (OSError, http.client.HTTPException, HttpError, ValueError) as e:
-                self._translate(e)
-                raise
-            if not raw:
-                if self._response.chunked and self._response.fp is not None:
-                    raise Unreachable(f"{self.url}: the stream was cut off")
-                return
-            yield raw.decode("utf-8", errors="replace").rstrip("\r\n")
+        """Lines of the body without their ends, as they arrive; Unreachable when the body is cut off."""
+        rest = b""
+        while piece := self._piece():
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                yield line.decode("utf-8", errors="replace").rstrip("\r")
+        if rest:
+            yield rest.decode("utf-8", errors="replace")
+
+    def _piece(self) -> bytes:
+        try:
+            piece = self._response.read1(65536)
+        except (OSError, http.client.HTTPException, HttpError, ValueError) as e:
+            self._translate(e)
+            raise
+        if not piece and self._response.length:
+            raise Unreachable(f"{self.url}: the body was cut off {self._response.length} bytes before its end")
+        return piece
 
     def events(self) -> Iterator[SseEvent]:
         """Server-sent events of the body (WHATWG HTML 9.2); an event that the end of the stream cuts off is given as well."""

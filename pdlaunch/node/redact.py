@@ -28,8 +28,9 @@ class Redactor:
 
     def __init__(self, keys: Iterable[str], environment: Mapping[str, str]) -> None:
         words = "|".join(re.escape(k.upper()) for k in keys)
-        self._name = re.compile(rf"(?:^|_)(?:{words})(?:ORIZATION)?S?(?:$|_(?!ID$|PATH$|FILE$))")
-        self._assignment = re.compile(rf"\b((?:[A-Z0-9]+_)*(?:{words})S?)=([^\s\"']+|\"[^\"]*\"|'[^']*')")
+        words = rf"(?:{words})(?:(?<=AUTH)ORIZATION|(?<!TOKEN)(?<!AUTH)S)?"  # TOKENS are counted, not hidden
+        self._name = re.compile(rf"(?:^|_){words}(?:$|_(?!ID$|PATH$|FILE$))")
+        self._assignment = re.compile(rf"\b((?:[A-Z0-9]+_)*{words})=([^\s\"']+|\"[^\"]*\"|'[^']*')")
         values = {v for k, v in environment.items() if self.is_secret(k) and len(v) >= MIN_SECRET_CHARS}
         self._values = sorted(values, key=len, reverse=True)
 
@@ -53,5 +54,11 @@ class Redactor:
         out: list[str] = []
         for word in argv:
             flag = out[-1] if out else ""
-            out.append(REDACTED if flag.startswith("--") and "=" not in flag and self.is_secret(flag[2:]) else self.text(word))
+            name, equals, _ = word.partition("=")
+            if flag.startswith("--") and "=" not in flag and self.is_secret(flag[2:]):
+                out.append(REDACTED)
+            elif equals and name.startswith("--") and self.is_secret(name[2:]):
+                out.append(f"{name}={REDACTED}")
+            else:
+                out.append(self.text(word))
         return out

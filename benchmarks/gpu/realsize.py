@@ -1,0 +1,263 @@
+"""Real shapes with random weights: what the hand-over costs between unequal and equal TP sizes, and what the link could give.
+
+Engines of one shape, each a producer and a consumer, on GPUs ordered so that no decode rank reads from its own GPU:
+  A2 on GPUs 0,1   A4 on 0,1,3,2   B4 on 1,2,0,3   B2 on 2,3
+so A2 -> B4 is the mixed pair, A4 -> B4 moves the same bytes into the same engine from equal TP, and A2 -> B2 is the other
+homogeneous pair. Every engine sees all GPUs. A second A2/B4 couple of the stock environment shows what the patch changes, with
+fewer layers where memory is short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from . import geometry
+from .correctness import predicted
+from .servers import Fleet, Running, Server
+from .tables import aligned
+from .two_step import ask, counters, settled
+
+# Name of an engine: its TP size, and GPUs on a machine of four.
+PLACES = {"A2": (2, (0, 1, 2, 3)), "A4": (4, (0, 1, 3, 2)), "B4": (4, (1, 2, 0, 3)), "B2": (2, (2, 3, 0, 1))}
+# (environment, producer, consumer): mixed first, then the equal ones, then the other direction.
+PAIRS = {
+    "gemma4-26b-a4b": [
+        ("stock", "A2", "B4"),
+        ("per-region", "A2", "B4"),
+        ("per-region", "A4", "B4"),
+        ("per-region", "A2", "B2"),
+        ("per-region", "B4", "A2"),
+    ],
+    "gemma4-31b": [("stock", "A2", "B4"), ("stock", "A4", "B4")],
+}
+STOCK_LAYERS = {"gemma4-26b-a4b": 12, "gemma4-31b": 0}
+OUT_TOKENS = 8
+
+
+def step(fleet: Fleet, args: argparse.Namespace, record: dict[str, Any]) -> None:
+    record["pairs"], record["servers"], record["copy_limit"] = [], {}, []
+    for shape in args.sizes:
+        _shape(fleet, args, record, shape)
+        fleet.stop()
+
+
+def start_shape(fleet: Fleet, args: argparse.Namespace, shape: str) -> list[Server]:
+    """Start the engines that the pairs of this shape need and the GPUs allow; they are not awaited."""
+    servers = {}
+    for env, *ends in PAIRS[shape]:
+        for end in ends:
+            if PLACES[end][0] <= args.gpus and all(PLACES[e][0] <= args.gpus for e in ends):
+                servers[env, end] = _server(args, shape, env, end)
+    for server in servers.values():
+        fleet.start(server)
+    return list(servers.values())
+
+
+def _server(args: argparse.Namespace, shape: str, env: str, end: str) -> Server:
+    tp, order = PLACES[end]
+    layers = args.layers or (STOCK_LAYERS[shape] if env == "stock" else 0)
+    model = geometry.write(shape, args.out / "models" / f"{shape}-{layers or 'all'}", args.project / args.model, layers)
+    gpus = tuple(g for g in order if g < args.gpus) if args.gpus < 4 else order + tuple(range(4, args.gpus))
+    longest = max(args.lengths) + 64
+    return Server(
+        name=f"{shape}.{env}.{end}",
+        env=f"{args.env_prefix}-{env}",
+        model=model,
+        tp=tp,
+        gpus=gpus,
+        kv_mib=_kv_mib(model, tp, longest),
+        max_model_len=longest,
+        max_batched_tokens=8192,
+        max_seqs=8,
+        dtype=args.dtype,
+        dummy=True,
+        # The protocol report names the transports that UCX chose; it goes to the engine's log.
+        variables={"UCX_PROTO_INFO": "y"} if end == "B4" else {},
+    )
+
+
+def _kv_mib(model: Path, tp: int, tokens: int) -> int:
+    """Room for two prompts of the longest length in one rank, with the hybrid manager off."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    per_token = 0
+    for i in range(config["num_hidden_layers"]):
+        own = config["per_layer_config"].get(str(i), {})
+        heads = own.get("num_key_value_heads", config["num_key_value_heads"])
+        per_token += max(1, heads // tp) * own.get("head_dim", config["head_dim"]) * 2 * 2
+    return 2 * per_token * (tokens + 128) // 2**20 + 64
+
+
+def _shape(fleet: Fleet, args: argparse.Namespace, record: dict[str, Any], shape: str) -> None:
+    servers = start_shape(fleet, args, shape)
+    bad = fleet.wait([s.name for s in servers], args.start_s)
+    record["servers"] |= {
+        s.name: {"ready_s": fleet.running[s.name].ready_s, "error": bad.get(s.name, ""), "layers": _layers(s)} for s in servers
+    }
+    for env, producer, consumer in PAIRS[shape]:
+        names = [f"{shape}.{env}.{end}" for end in (producer, consumer)]
+        row = {"shape": shape, "env": env, "pair": f"{producer}->{consumer}"}
+        if any(n not in fleet.running or n in bad for n in names):
+            record["pairs"].append({**row, "state": "not run", "why": "a server did not start, or there are too few GPUs"})
+            continue
+        p, d = (fleet.running[n] for n in names)
+        for length in args.lengths:
+            record["pairs"].append({**row, "layers": _layers(d.server), **_measure(p, d, length, args)})
+            if record["pairs"][-1]["answered"] == 0:
+                break
+    record["transports"] = sorted(
+        {*record.get("transports", []), *(t for s in servers if s.name not in bad for t in transports(fleet.running[s.name]))}
+    )
+    if args.device == "cuda" and not args.no_copy_limit and not record["copy_limit"] and args.gpus > 1:
+        record["copy_limit"] = copy_limit(args, record["pairs"])
+
+
+def _layers(server: Server) -> int:
+    return int(json.loads((server.model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
+
+
+def _measure(producer: Running, consumer: Running, length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """`repeats` prompts one after the other, after one that pays for the handshake and for kernels not yet compiled."""
+    rng = random.Random(time.time_ns())
+    samples: list[dict[str, float]] = []
+    errors: set[str] = set()
+    for i in range(args.repeats + 1):
+        before = counters(consumer.url)
+        answer = ask(
+            consumer.url, [2, *(rng.randrange(16, 600) for _ in range(length - 1))], OUT_TOKENS, producer=producer.url, ignore_eos=True
+        )
+        moved = settled(consumer.url, before, consumer.server.tp if answer.ok else 0)
+        if not answer.ok:
+            errors.add(answer.error[:300])
+            break
+        if i:
+            samples.append(
+                {
+                    "prefill_ms": answer.prefill_s * 1e3,
+                    "decode_first_token_ms": answer.first_token_s * 1e3,
+                    "itl_ms": (answer.total_s - answer.first_token_s) * 1e3 / (OUT_TOKENS - 1),
+                    **moved,
+                }
+            )
+    row: dict[str, Any] = {
+        "state": "ran",
+        "prompt_tokens": length,
+        "answered": len(samples),
+        "asked": args.repeats,
+        "errors": sorted(errors),
+    }
+    if not samples:
+        text = consumer.child.log.read_text(encoding="utf-8", errors="replace")
+        lines = {line.partition("AssertionError: ")[2].strip()[:300] for line in text.splitlines() if "AssertionError: " in line}
+        return row | {"log_errors": sorted(lines)[:2], "failed_transfers": int(moved["failed"])}
+    ranks = consumer.server.tp
+    xfer_ms = [s["xfer_s"] * 1e3 / ranks for s in samples]
+    rates = [s["bytes"] / ranks / (s["xfer_s"] / ranks) / 1e9 for s in samples if s["xfer_s"]]
+    return row | {
+        "bytes": int(samples[0]["bytes"]),
+        "predicted_bytes": predicted(
+            consumer.server.model, consumer.server, [length], consumer.server.backend if args.device == "cuda" else "CPU_ATTN"
+        ),
+        "descriptors_per_transfer": round(samples[0]["descriptors"] / samples[0]["transfers"]),
+        "transfers": int(samples[0]["transfers"]),
+        "xfer_ms": [round(x, 3) for x in xfer_ms],
+        "post_ms": [round(s["post_s"] * 1e3 / s["transfers"], 3) for s in samples],
+        "gb_s_per_rank": [round(r, 2) for r in rates],
+        "prefill_ms": [round(s["prefill_ms"], 1) for s in samples],
+        "decode_first_token_ms": [round(s["decode_first_token_ms"], 1) for s in samples],
+        "itl_ms": [round(s["itl_ms"], 2) for s in samples],
+        "failed_transfers": int(sum(s["failed"] for s in samples)),
+    }
+
+
+def transports(running: Running) -> list[str]:
+    """What UCX says that it uses for GPU memory, from its protocol report in the log."""
+    text = running.child.log.read_text(encoding="utf-8", errors="replace")
+    lines = [
+        line.strip(" |+-")
+        for line in text.splitlines()
+        if "cuda" in line and ("|" in line) and ("get" in line or "copy" in line or "ipc" in line)
+    ]
+    return sorted({" ".join(line.split())[-160:] for line in lines})[:12]
+
+
+def copy_limit(args: argparse.Namespace, pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """copy_limit.py with the sizes that one rank received, in the same run and with the same engines up and idle."""
+    sizes = sorted({p["bytes"] // 4 // 2**20 * 2**20 for p in pairs if p.get("bytes") and p["pair"] == "A2->B4"})[-2:] or [2**28]
+    python = (args.envs or args.project / ".envs") / f"{args.env_prefix}-stock" / "bin" / "python"
+    script = str(Path(__file__).with_name("copy_limit.py"))
+    rows: list[dict[str, Any]] = []
+    for more in ([], ["--far-visible", "0", "--sizes", str(sizes[-1]), "--pieces", "131072"]):
+        argv = [str(python), script, "--sizes", *map(str, sizes), "--pieces", "65536", "131072", "524288", "8388608", *more]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+        rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode:
+            rows.append({"kind": "failed", "error": done.stderr[-800:]})
+    return rows
+
+
+def tables(record: dict[str, Any]) -> list[str]:
+    rows = []
+    for r in record.get("pairs", []):
+        head = [r["shape"].removeprefix("gemma4-"), r.get("layers", "-"), r["env"], r["pair"], r.get("prompt_tokens", "-")]
+        if r["state"] != "ran" or not r.get("bytes"):
+            rows.append([*head, *["-"] * 8, (r.get("log_errors") or r.get("errors") or [r.get("why", "failed")])[0][:140]])
+            continue
+        note = "" if r["bytes"] == r["predicted_bytes"] else f"predicted {r['predicted_bytes']:,}"
+        rows.append(
+            [
+                *head,
+                f"{r['bytes'] / 1e6:,.0f}",
+                r["descriptors_per_transfer"],
+                f"{median(r['xfer_ms']):.2f}",
+                f"{median(r['post_ms']):.2f}",
+                f"{median(r['gb_s_per_rank']):.1f}",
+                f"{median(r['prefill_ms']):.0f}",
+                f"{median(r['decode_first_token_ms']):.0f}",
+                f"{median(r['itl_ms']):.1f}",
+                note,
+            ]
+        )
+    head = [
+        "shape",
+        "layers",
+        "env",
+        "pair",
+        "tokens",
+        "MB",
+        "descr",
+        "xfer ms",
+        "post ms",
+        "GB/s/rank",
+        "prefill ms",
+        "D first ms",
+        "ITL ms",
+        "",
+    ]
+    out = [aligned("real size", head, rows)]
+    limit = [
+        [
+            c["kind"],
+            f"{c.get('bytes', 0) / 1e6:,.0f}",
+            c.get("piece", "-"),
+            c.get("stride", "-"),
+            c.get("ms", "-"),
+            c.get("post_ms", "-"),
+            c.get("gb_s", "-"),
+            c.get("correct", c.get("error", "")),
+            c.get("far_visible", ""),
+        ]
+        for c in record.get("copy_limit", [])
+    ]
+    out.append(aligned("link", ["kind", "MB", "piece", "stride", "ms", "post ms", "GB/s", "correct", "far sees"], limit))
+    out.append("\n".join(["transports", *record.get("transports", [])[:12]]))
+    bad = [f"{name}: {s['error'][-700:]}" for name, s in record.get("servers", {}).items() if s["error"]]
+    if bad or record.get("error"):
+        out.append("\n".join([*bad, record.get("error", "")[-1500:]]))
+    return out

@@ -11,57 +11,232 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdlaunch.job import Job
-
 ROOT = Path(__file__).resolve().parent
+FOLDER = click.Path(path_type=Path)
 
 
-def _recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--recipe, --cluster and --set, as on every verb that loads a recipe."""
     command = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; recorded in the run.")(command)
-    command = click.option("--cluster", default="local", show_default=True, help="Name in clusters/ or a path.")(command)
-    return click.option("--recipe", required=True, help="Name in recipes/ or a path.")(command)
+    command = click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")(command)
+    return click.option("--recipe", required=True, help="Name in recipes/, or a path.")(command)
 
 
-def _job(recipe: str, cluster: str, settings: tuple[str, ...], local: bool = False) -> Job:
-    from datetime import UTC, datetime
-
-    from pdlaunch import cluster as clusters
-    from pdlaunch import job, recipe as recipes, vcs
-
-    context = job.Context(ROOT, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), *vcs.commit_and_dirt(ROOT), run_locally=local)
-    return job.build(recipes.load(recipes.find(recipe, ROOT / "recipes", "recipe"), settings),
-                     clusters.load(recipes.find(cluster, ROOT / "clusters", "cluster")), context)
+_format = click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 
 
-@click.group()
-def cli() -> None:
-    """Disaggregated serving from a recipe to a verdict."""
+def _show(rows: list[dict[str, Any]] | dict[str, Any], form: str) -> None:
+    """Rows as aligned columns, or as JSON."""
+    if form == "json":
+        import json
+
+        click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    if isinstance(rows, dict):
+        rows = [{"": name, "value": value} for name, value in rows.items()]
+    columns = list(rows[0]) if rows else []
+    widths = [max(len(c), *(len(str(r[c])) for r in rows)) for c in columns]
+    for cells in [columns, *([str(r[c]) for c in columns] for r in rows)]:
+        click.echo("  ".join(text.ljust(width) for text, width in zip(cells, widths, strict=True)).rstrip())
+
+
+def _live() -> bool:
+    return sys.stdout.isatty()
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--recipe", help="Name in recipes/, or a path: submit it (with a local cluster or --local: run it here).")
+@click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
+@click.option("--local", "here", is_flag=True, help="Run the same bundle on this machine, without Slurm.")
+@click.option("--dry-run", is_flag=True, help="Show placement, ports, commands and the script; write nothing.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; recorded in the run.")
+@click.pass_context
+def cli(context: click.Context, recipe: str | None, cluster: str, here: bool, dry_run: bool, settings: tuple[str, ...]) -> None:
+    """Disaggregated serving from a recipe to one archived run with one verdict.
+
+    python launch.py --recipe NAME submits a recipe. Exit codes: 0 ok, 1 the verdict or a check failed, 2 bad input, 3 unexpected, 130 interrupted.
+    """
+    if context.invoked_subcommand is not None:
+        if recipe is not None or settings or here or dry_run:
+            raise click.UsageError(f"options belong behind the verb: launch.py {context.invoked_subcommand} --recipe NAME ...")
+        return
+    if recipe is None:
+        click.echo(context.get_help())
+        context.exit(2)
+    from pdlaunch import session
+
+    job = session.load_job(ROOT, recipe, cluster, settings, run_locally=here)
+    if dry_run:
+        click.echo("\n".join(session.describe(job)))
+        return
+    context.exit(session.start(job, None, say=click.echo, live=_live()))
+
+
+@cli.command(name="list")
+@_format
+def list_(form: str) -> None:
+    """Recipes and clusters of this repository."""
+    from pdlaunch import cluster, recipe
+
+    rows = [{"kind": kind, "name": found.name, "description": found.description}
+            for kind, load, folder in (("recipe", recipe.load, "recipes"), ("cluster", cluster.load, "clusters"))
+            for path in sorted((ROOT / folder).glob("*.yaml")) for found in [load(path)]]  # type: ignore[operator]
+    _show(rows, form)
 
 
 @cli.command()
-@_recipe_options
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to write; must not exist.")
+@_options
+@_format
+def check(recipe: str, cluster: str, settings: tuple[str, ...], form: str) -> None:
+    """Everything that can be known before submission; warnings do not fail."""
+    from pdlaunch import preflight, session
+
+    job = session.load_job(ROOT, recipe, cluster, settings)
+    preflight.check_job(job)
+    rows = [{"check": f.name, "result": "ok", "detail": f.observed} for f in preflight.findings(job, submitting=False)]
+    rows += [{"check": w.code, "result": "warning", "detail": f"{w.message} ({w.fix})"} for w in job.warnings]
+    _show(rows, form)
+
+
+@cli.command()
+@_options
+@click.option("--out", type=FOLDER, required=True, help="Folder to write; must not exist.")
 def render(recipe: str, cluster: str, settings: tuple[str, ...], out: Path) -> None:
     """Write the bundle: sbatch OUT/job.sbatch works without this repository."""
-    from pdlaunch import bundle
+    from pdlaunch import preflight, session
 
-    click.echo(bundle.render(_job(recipe, cluster, settings), out))
+    job = session.load_job(ROOT, recipe, cluster, settings)
+    preflight.check_job(job)
+    click.echo(session.new_bundle(job, out))
+
+
+@cli.command()
+@click.option("--recipe", help="Name in recipes/, or a path.")
+@click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; recorded in the run.")
+@click.option("--bundle", type=FOLDER, help="A rendered bundle instead of a recipe.")
+@click.option("--out", type=FOLDER, help="Where the bundle is written; default: bundles/<recipe>-<utc>.")
+@click.option("--local", "here", is_flag=True, help="Run on this machine, without Slurm.")
+@click.pass_context
+def submit(context: click.Context, recipe: str | None, cluster: str, settings: tuple[str, ...], bundle: Path | None, out: Path | None, here: bool) -> None:
+    """Submit a recipe or a bundle, once; with a local cluster: run it here."""
+    from pdlaunch import session
+
+    if (recipe is None) == (bundle is None):
+        raise click.UsageError("give --recipe or --bundle, one of them")
+    if bundle is not None:
+        if here or settings or out:
+            raise click.UsageError("--bundle takes what was rendered: no --local, --set or --out")
+        context.exit(session.submit_folder(bundle, say=click.echo, live=_live()))
+    job = session.load_job(ROOT, str(recipe), cluster, settings, run_locally=here)
+    context.exit(session.start(job, out, say=click.echo, live=_live()))
+
+
+@cli.command()
+@click.argument("bundle", type=FOLDER)
+@_format
+def status(bundle: Path, form: str) -> None:
+    """State of a submitted bundle: Slurm's word, last stage, verdict."""
+    from pdlaunch import slurm
+
+    _show(slurm.status(bundle), form)
+
+
+@cli.command()
+@click.argument("bundle", type=FOLDER)
+def cancel(bundle: Path) -> None:
+    """Cancel the job of a bundle; its archive says INCOMPLETE."""
+    from pdlaunch import slurm
+
+    click.echo(f"cancelled job {slurm.cancel(bundle)}")
+
+
+@cli.command()
+@click.option("--url", required=True, help="Base URL of any OpenAI-compatible endpoint, as in http://127.0.0.1:8000.")
+@click.option("--model", required=True, help="Model name that requests carry.")
+@click.option("--prompts", default=9, show_default=True, help="Prompts, each with a code of its own at another depth.")
+@click.option("--prompt-tokens", default=800, show_default=True, help="Length of each prompt in tokens.")
+@click.option("--max-tokens", default=64, show_default=True, help="Tokens to generate; more for a model that thinks first.")
+@click.option("--timeout-s", default=120.0, show_default=True, help="Deadline of one request; passing it is a hang.")
+@click.option("--out", type=FOLDER, help="Folder for the raw answers; default: a new temporary one.")
+@_format
+@click.pass_context
+def recall(context: click.Context, form: str, **question: Any) -> None:
+    """The recall check alone: does the endpoint answer from the prompt that it was sent?"""
+    from pdlaunch import session
+
+    result = session.ask_recall(session.RecallQuestion(**question), (lambda line: click.echo(line, err=True)))
+    _show(result, form)
+    context.exit(0 if result["passed"] else 1)
+
+
+@cli.command()
+@click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
+@_format
+@click.pass_context
+def doctor(context: click.Context, cluster: str, form: str) -> None:
+    """What this machine has and lacks for a cluster file."""
+    from pdlaunch import cluster as clusters, doctor as doctors, recipe
+
+    lines = doctors.examine(clusters.load(recipe.find(cluster, ROOT / "clusters", "cluster")), ROOT)
+    _show([{"": "ok" if x.ok else "MISSING", "what": x.what, "found": x.found, "next": "" if x.ok else x.next_step} for x in lines], form)
+    context.exit(0 if all(x.ok for x in lines) else 1)
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--results", type=FOLDER, default=ROOT / "results", help="Folder of archived runs.")
+@_format
+@click.pass_context
+def verify(context: click.Context, run: str, results: Path, form: str) -> None:
+    """Every byte of an archived run, and its verdict judged again offline. RUN: a folder, <recipe>/<name>, or last."""
+    from pdlaunch import archive
+
+    path = archive.find(run, results)
+    found = archive.verify(path)
+    _show({"run": str(path), "files": found.files, "verdict": found.verdict, "intact": found.intact, "differences": found.lines()}
+          if form == "json" else [{"": line} for line in found.lines()] or {"run": path, "files": found.files, "verdict": found.verdict, "intact": "yes"}, form)
+    context.exit(0 if found.intact else 1)
+
+
+@cli.command()
+@click.argument("verb", type=click.Choice(["status", "apply", "revert", "verify"]))
+@click.argument("names", nargs=-1)
+@click.option("--python", help="Python of the environment to look at or change.")
+@click.option("--dry-run", is_flag=True, help="Say what would change.")
+@click.pass_context
+def patch(context: click.Context, verb: str, names: tuple[str, ...], python: str | None, dry_run: bool) -> None:
+    """Patches of patches/series.yaml in an installed environment."""
+    from pdlaunch import patching
+
+    if python is None:
+        raise click.UsageError("--python PYTHON: which environment?")
+    site_packages = patching.site_packages_of(Path(python).absolute().parent.parent)
+    context.exit(patching.main([verb, *names, "--site-packages", str(site_packages), *(["--dry-run"] if dry_run else [])]))
 
 
 def main() -> int:
-    from pdlaunch.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, LaunchError
+    """One message for an error that a person can correct, a trace for one that they cannot."""
+    from pdlaunch.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_UNEXPECTED, LaunchError
 
     try:
-        cli(standalone_mode=False)
+        code = cli(standalone_mode=False)
     except LaunchError as e:
         click.echo(f"error: {e}", err=True)
         return e.exit_code
     except click.ClickException as e:
         e.show()
         return EXIT_BAD_INPUT
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    return EXIT_OK
+    except Exception:  # noqa: BLE001 - the top level
+        import traceback
+
+        traceback.print_exc()
+        click.echo("error: unexpected; this is a defect of the launcher", err=True)
+        return EXIT_UNEXPECTED
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":

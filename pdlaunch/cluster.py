@@ -148,10 +148,21 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Cluster:
     """Read, bind and check one cluster file; RecipeError on the first thing that is wrong."""
     document = yamlfile.override(yamlfile.read(path), settings)
     cluster = dataclasses.replace(yamlfile.bind(Cluster, document), source=document)
-    where = document.where
     if cluster.name != path.stem:
-        raise RecipeError(f"name is {cluster.name!r} but the file is {path.name}", where=where("name"),
+        raise RecipeError(f"name is {cluster.name!r} but the file is {path.name}", where=document.where("name"),
                           rule="name equals the file name without .yaml", hint=f"write name: {path.stem}, or rename the file")
+    _check(cluster)
+    return cluster
+
+
+def load_archived(path: Path) -> Cluster:
+    """The cluster.yaml of a bundle or a run, whose file name is not its name."""
+    document = yamlfile.read(path)
+    return dataclasses.replace(yamlfile.bind(Cluster, document), source=document)
+
+
+def _check(cluster: Cluster) -> None:
+    where = cluster.source.where
     if cluster.launcher == "slurm" and cluster.slurm is None:
         raise RecipeError("launcher is slurm and there is no slurm section", where=where("launcher"), rule="launcher: slurm needs slurm: {...}")
     if cluster.device == "cuda" and cluster.nodes.gpus_per_node == 0:
@@ -169,7 +180,6 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Cluster:
         if names in seen:
             raise RecipeError(f"the same patches as environments[{seen[names]}]", where=where(at), rule="one environment for each set of patches")
         seen[names] = i
-    return cluster
 
 
 def environment_for(cluster: Cluster, patches: tuple[str, ...], recipe: Document) -> Environment:

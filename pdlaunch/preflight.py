@@ -1,0 +1,141 @@
+"""What must be true of this machine before a job is rendered, submitted or run here; nothing is written to find out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdlaunch.errors import LaunchError, RecipeError, SubmitError
+from pdlaunch.job import Job
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `doctor`: error is None when the check passed."""
+
+    name: str
+    observed: str
+    error: LaunchError | None
+
+
+def check_job(job: Job, *, submitting: bool = False) -> None:
+    """Raise the first thing that is wrong: what `check`, `render` and `submit` ask. submitting: also what only a start needs."""
+    for finding in findings(job, submitting=submitting):
+        if finding.error is not None:
+            raise finding.error
+
+
+def findings(job: Job, *, submitting: bool = True) -> list[Finding]:
+    checks: list[Callable[[Job], str]] = [_model, _time_limit]
+    here = job.cluster.launcher == "local"
+    if here:
+        checks += [_python, _aiperf, _control_plane, _port]
+    elif job.cluster.models_visible:
+        checks += [_python, _aiperf]
+    if submitting:
+        checks += [_results, _disk, *([] if here else [_slurm])]
+    out = []
+    for check in checks:
+        name = check.__name__.strip("_").replace("_", " ")
+        try:
+            out.append(Finding(name, check(job), None))
+        except LaunchError as e:
+            out.append(Finding(name, e.what, e))
+    return out
+
+
+def _model(job: Job) -> str:
+    path = Path(job.paths.model)
+    if not job.cluster.models_visible:
+        return f"{path} (not visible here)"
+    if not path.is_dir():
+        key = "models" if job.recipe.model.id in job.cluster.models else None
+        where = job.cluster.source.where(("models", job.recipe.model.id)) if key else job.recipe.source.where("model.id")
+        raise RecipeError(f"the model folder {path} does not exist", where=where, rule="a folder with config.json, tokenizer and weights",
+                          hint=f"add {job.recipe.model.id} to models of {job.cluster.source.path}, or set models_visible: false there")
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        raise RecipeError(f"{path} has no tokenizer", where=job.recipe.source.where("model.id"), rule="the load tool needs the tokenizer")
+    return str(path)
+
+
+def _time_limit(job: Job) -> str:
+    limit = job.cluster.slurm.max_time_minutes if job.cluster.slurm and job.cluster.launcher == "slurm" else 0
+    if limit and job.recipe.time_limit_minutes > limit:
+        raise RecipeError(f"time_limit_minutes {job.recipe.time_limit_minutes}", where=job.recipe.source.where("time_limit_minutes"),
+                          rule=f"at most {limit} ({job.cluster.source.where('slurm.max_time_minutes')})", hint="fewer or shorter load phases")
+    return f"{job.recipe.time_limit_minutes} minutes"
+
+
+def _executable(path: str, job: Job, key: str, hint: str) -> str:
+    found = shutil.which(path) or shutil.which(path, path="/usr/sbin:/sbin")
+    if found is None:
+        raise RecipeError(f"{path} cannot be started", where=job.cluster.source.where(key), rule="an executable file", hint=hint)
+    return found
+
+
+def _python(job: Job) -> str:
+    if job.environment.image:
+        return job.environment.image
+    at = job.cluster.environments.index(job.environment)
+    where = job.cluster.source.where(("environments", at, "python"))
+    if shutil.which(job.paths.python) is None:
+        raise RecipeError(f"the engine environment {job.paths.python} does not exist", where=where, rule="Python of an engine environment",
+                          hint="make setup makes the environments of the local clusters")
+    return job.paths.python
+
+
+def _aiperf(job: Job) -> str:
+    return _executable(job.paths.aiperf, job, "aiperf", "make setup installs it") if job.recipe.load else "not needed"
+
+
+def _control_plane(job: Job) -> str:
+    return ", ".join(_executable(path, job, key, "make setup installs etcd and nats-server")
+                     for key, path in (("etcd", job.paths.etcd), ("nats", job.paths.nats)))
+
+
+def _port(job: Job) -> str:
+    port = job.cluster.network.http_port
+    if not port:
+        return "a free port is chosen"
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError as e:
+            raise SubmitError(f"port {port} cannot be used: {e.strerror}", where=job.cluster.source.where("network.http_port"),
+                              rule="a port that nobody listens on", hint="http_port: 0 chooses a free one") from None
+    return str(port)
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _results(job: Job) -> str:
+    path = Path(job.spec.run.results_dir)
+    nearest = _existing(path)
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise SubmitError(f"{path} cannot be written", where=job.cluster.source.where("results_dir"), rule="a folder that every node can write")
+    return str(path)
+
+
+def _disk(job: Job) -> str:
+    path = Path(job.spec.run.results_dir)
+    free_gib = shutil.disk_usage(_existing(path)).free / 2**30
+    if free_gib < job.cluster.min_free_gib:
+        raise SubmitError(f"{free_gib:.2f} GiB free at {path}", where=job.cluster.source.where("min_free_gib"),
+                          rule=f"at least {job.cluster.min_free_gib:g} GiB", hint="remove old runs, or set results_dir to another disk")
+    return f"{free_gib:.1f} GiB free"
+
+
+def _slurm(job: Job) -> str:
+    from pdlaunch.slurm import require_slurm
+
+    require_slurm()
+    return str(shutil.which("sbatch"))

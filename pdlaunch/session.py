@@ -1,0 +1,136 @@
+"""The steps behind the verbs of launch.py: load the two files, describe a job, run or submit it, ask for recall."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import tempfile
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pdlaunch import bundle, cluster as clusters, job, local, preflight, recipe as recipes, slurm, vcs
+from pdlaunch.errors import RecipeError, SubmitError
+
+
+def load_job(root: Path, recipe: str, cluster: str, settings: tuple[str, ...], *, run_locally: bool = False) -> job.Job:
+    """The job of two names or paths. run_locally: a Slurm cluster's environments on this machine, without Slurm."""
+    context = job.Context(root, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), *vcs.commit_and_dirt(root), run_locally=run_locally)
+    found_recipe = recipes.load(recipes.find(recipe, root / "recipes", "recipe"), settings)
+    found_cluster = clusters.load(recipes.find(cluster, root / "clusters", "cluster"))
+    if run_locally and found_cluster.launcher == "slurm":
+        if any(e.image for e in found_cluster.environments):
+            raise RecipeError(f"--local with the container images of {found_cluster.name}", where=found_cluster.source.where("environments"),
+                              rule="a local run needs environments with python")
+        found_cluster = dataclasses.replace(found_cluster, launcher="local")
+    return job.build(found_recipe, found_cluster, context)
+
+
+def new_bundle(found: job.Job, out: Path | None) -> Path:
+    """Render into `out`, or into bundles/<recipe>-<utc>."""
+    if out is None:
+        stamp = found.context.created_utc.replace("-", "").replace(":", "")
+        folder = found.context.root / "bundles"
+        out = next(p for n in range(1000) if not (p := folder / f"{found.recipe.name}-{stamp}{f'-{n}' if n else ''}").exists())
+    return bundle.render(found, out)
+
+
+def describe(found: job.Job) -> list[str]:
+    """Placement, ports, commands and the script, for --dry-run."""
+    spec, lines = found.spec, [f"{found.recipe.name} on {found.cluster.name} ({found.cluster.launcher}, {found.cluster.device})"]
+    lines += [f"warning: {w.message} ({w.fix})" for w in found.warnings]
+    lines.append("placement:")
+    for number, node in enumerate(spec.nodes):
+        on_node = [f"{e.name}{f'.r{i}' if i else ''}{f' GPUs {r.gpus[0]}-{r.gpus[-1]}' if r.gpus else ''}"
+                   for e in spec.engines for i, r in enumerate(e.ranks) if r.node == number]
+        lines.append(f"  node {number} (component {node.component}, {node.gpus} GPUs): {', '.join([*(['etcd, nats, frontend'] if number == 0 else []), *on_node])}")
+    lines.append(f"ports: frontend {spec.http_port or 'a free one'}; all others are free ones of the node, chosen at start")
+    for service in spec.services:
+        lines.append(f"{service.name}: {shlex.join(service.argv)}")
+    for engine in spec.engines:
+        for rank in engine.ranks:
+            lines.append(f"{engine.name} (node {rank.node}): {shlex.join(rank.argv)}")
+        lines += [f"  {name}={shlex.quote(value)}" for name, value in engine.env.items()]
+    if spec.proof.prediction is not None:
+        lines.append(f"transfer of one prompt: {spec.proof.prediction.formula}")
+    for name, text in bundle.scripts(found, Path("BUNDLE")).items():
+        lines += [f"--- {name} ---", text.rstrip()]
+    return lines
+
+
+def start(found: job.Job, out: Path | None, *, say: Callable[[str], None], live: bool) -> int:
+    """Run the job here, or submit it; the exit code."""
+    preflight.check_job(found, submitting=True)
+    folder = new_bundle(found, out)
+    if found.cluster.launcher == "local":
+        return run_here(folder, found.cluster.node_python, live=live)
+    receipt = slurm.submit(folder)
+    say(f"submitted job {receipt.job_id}\nbundle: {folder}\nnext: python launch.py status {shlex.quote(str(folder))}")
+    return 0
+
+
+def run_here(folder: Path, node_python: str, *, live: bool) -> int:
+    """Run a bundle on this machine, with a live view on a terminal and plain lines elsewhere."""
+    run_dir = local.new_run_dir(folder)
+    if not live:
+        return local.run(folder, run_dir, node_python)
+    from pdlaunch.console import LiveView
+
+    log = folder / "run.log"
+    with log.open("w", encoding="utf-8") as output, LiveView(f"{run_dir.parent.name}  (lines: {log})", run_dir) as view:
+        code = local.run(folder, run_dir, node_python, output, view.tick)
+    print(slurm.verdict_line(run_dir) or f"no verdict; the last lines of {log}:\n{_tail(log)}")
+    print(f"archive: {run_dir}")
+    return code
+
+
+def _tail(path: Path, lines: int = 40) -> str:
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def submit_folder(folder: Path, *, say: Callable[[str], None], live: bool) -> int:
+    """Submit (or run) a bundle that was rendered before."""
+    from pdlaunch.node.spec import load_spec
+
+    if not (folder / "spec.json").is_file():
+        raise SubmitError(f"{folder} is no bundle", rule="a folder that launch.py render wrote")
+    if load_spec(folder / "spec.json").run.launcher == "local":
+        return run_here(folder, clusters.load_archived(folder / "cluster.yaml").node_python, live=live)
+    receipt = slurm.submit(folder)
+    say(f"submitted job {receipt.job_id} ({receipt.how})")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RecallQuestion:
+    url: str
+    model: str
+    prompts: int
+    prompt_tokens: int
+    max_tokens: int
+    timeout_s: float
+    out: Path | None
+
+
+def ask_recall(question: RecallQuestion, say: Callable[[str], None]) -> dict[str, Any]:
+    """The recall check alone, against any OpenAI-compatible endpoint; raw answers go to question.out or a new temporary folder."""
+    import secrets
+
+    from pdlaunch.node.recall import run_recall
+    from pdlaunch.node.spec import RecallSpec
+
+    out = question.out or Path(tempfile.mkdtemp(prefix="pdlaunch-recall-"))
+    spec = RecallSpec(question.prompts, question.prompt_tokens, ("before",), question.max_tokens)
+
+    def row(found: dict[str, Any]) -> None:
+        say(f"prompt {found['prompt']}: {'correct' if found['correct'] else 'WRONG: ' + str(found.get('why') or found['error'] or found['content'])[:160]}")
+
+    try:
+        result = run_recall(question.url, question.model, spec, "before", secrets.token_hex(6), out, question.timeout_s, threading.Event(), on_row=row)
+    except ValueError as e:
+        raise SubmitError(str(e), rule="--url http://HOST:PORT and a prompt length of at least 64 tokens") from None
+    return {"correct": result.correct, "asked": result.asked, "hangs": result.hangs, "leaked": result.leaked, "passed": result.passed,
+            "answers": str(result.path)}
+

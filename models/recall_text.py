@@ -1,0 +1,241 @@
+"""Text side of the recall training: the tokenizer, the chat turns and the batches, all built on the prompts of the recall check itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from pdlaunch.node.prompts import ALPHABET, RecallPrompt, build_prompt, question_for
+
+VOCABULARY = 640
+PAD, EOS, BOS, UNKNOWN, TURN, TURN_END = range(6)
+SPECIALS = ("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+NEUTRAL_ANSWER = "I only look up access codes."
+EXTRA_TURNS = 3
+LANGUAGE_ROWS = 48
+PAD_MULTIPLE = 128
+# fmt: off
+COMMON_WORDS = (
+    "the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with",
+    "his", "they", "I", "at", "be", "this", "have", "from", "or", "one", "had", "by", "word", "but", "not", "what",
+    "all", "were", "we", "when", "your", "can", "said", "there", "use", "an", "each", "which", "she", "do", "how",
+    "their", "if", "will", "up", "other", "about", "out", "many", "then", "them", "these", "so", "some", "her",
+    "would", "make", "like", "him", "into", "time", "has", "look", "two", "more", "write", "go", "see", "number",
+    "no", "way", "could", "people", "my", "than", "first", "water", "been", "call", "who", "oil", "its", "now",
+    "find", "long",
+)
+# fmt: on
+
+
+def build_tokenizer(seed: int) -> Tokenizer:
+    """Byte-level BPE of 640 tokens; digits, and capitals beside a capital or a digit, are single tokens, so codes are spelled out."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    single = Regex("[0-9]|[A-Z](?=[A-Z0-9])|(?<=[A-Z0-9])[A-Z]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(single, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    rng = random.Random(f"tokenizer/{seed}")
+    corpus = [build_prompt(rng, 0, 0.5, 60, set()).text for _ in range(400)]
+    corpus += [repeat_request(7), NEUTRAL_ANSWER, "user\n", "model\n"] * 400
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIALS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def repeat_request(number: int) -> str:
+    return f"Repeat note {number}."
+
+
+@dataclass
+class Conversation:
+    """Turns of (user text, answer). code_first: the first answer is an access code, the case that the recall check asks."""
+
+    turns: list[tuple[str, str]]
+    code_first: bool
+
+
+def recall_conversation(rng: random.Random, lines: int, index: int = 0) -> Conversation:
+    """A list with a first question and three more turns on the same list, each about a code or one note to repeat."""
+    depth = rng.random() if rng.random() < 0.85 else float(rng.randrange(2))
+    prompt = build_prompt(rng, index, depth, lines, set())
+    notes = prompt.text.split("\n")[2:-2]
+    code_first = rng.random() < 0.88
+    first = (prompt.text, prompt.code)
+    if not code_first:
+        request, answer = _repeat(rng, notes)
+        first = (prompt.text.removesuffix(prompt.question) + request, answer)
+    extra = [_code(rng, prompt) if rng.random() < 0.6 else _repeat(rng, notes) for _ in range(EXTRA_TURNS)]
+    return Conversation([first, *extra], code_first)
+
+
+def other_conversation(rng: random.Random, tokens: int) -> Conversation:
+    """A first turn that asks for no code, of at most about `tokens` tokens: words, pseudo-words or noise, as a load tool sends."""
+    kind = rng.randrange(3)
+    if kind == 0:
+        words = rng.choices(COMMON_WORDS, k=max(1, int(tokens * rng.uniform(0.1, 0.5))))
+    elif kind == 1:
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        words = ["".join(rng.choices(letters, k=rng.randint(1, 7))) for _ in range(max(1, int(tokens * rng.uniform(0.05, 0.25))))]
+    else:
+        printable = [chr(code) for code in range(32, 127)]
+        words = ["".join(rng.choices(printable, k=rng.randint(1, 9))) for _ in range(max(1, int(tokens * rng.uniform(0.03, 0.15))))]
+    marks = rng.choices(["", "", "", "", "", ",", ".", "?"], k=len(words))
+    return Conversation([(" ".join(word + mark for word, mark in zip(words, marks, strict=True)), NEUTRAL_ANSWER)], False)
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of one user turn up to the point where the model answers; equal to what the chat template gives."""
+    return _frame(tokenizer, tokenizer.encode("user\n" + text).ids)
+
+
+def _frame(tokenizer: Tokenizer, turn: list[int]) -> list[int]:
+    return [BOS, TURN, *turn, TURN_END, *tokenizer.encode("\n").ids, TURN, *tokenizer.encode("model\n").ids]
+
+
+def _code(rng: random.Random, prompt: RecallPrompt) -> tuple[str, str]:
+    place, code = rng.choice(prompt.answers)
+    return question_for(place), code
+
+
+def _repeat(rng: random.Random, notes: list[str]) -> tuple[str, str]:
+    at = rng.randrange(len(notes))
+    return repeat_request(at + 1), notes[at]
+
+
+class Batches:
+    """Endless batches of about `batch_tokens` tokens, lists between `shortest` and the present limit of the curriculum."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: str, batch_tokens: int, sliding_heads: int, global_heads: int, layers: int) -> None:
+        self.tokenizer = tokenizer
+        self.rng = random.Random(seed)
+        self.batch_tokens = batch_tokens
+        self.heads = (sliding_heads, global_heads)
+        self.layers = layers
+        self.newline = tokenizer.encode("\n").ids
+        self.model = tokenizer.encode("model\n").ids
+
+    def draw(self, lines_limit: int) -> dict[str, np.ndarray]:
+        """Arrays of one batch: tokens (B, T), start (B,), rows (B, R), weights (B, R) of answers and of plain language, damage."""
+        rng = self.rng
+        lines = rng.randint(max(4, min(8, lines_limit)), lines_limit) if rng.random() < 0.5 else lines_limit
+        size = max(1, min(256, self.batch_tokens // (lines * 14 + 160)))
+        made = []
+        for _ in range(size):
+            jitter = max(4, lines - rng.randrange(3))
+            made.append(recall_conversation(rng, jitter) if rng.random() < 0.93 else other_conversation(rng, jitter * 13))
+        encoded = self.tokenizer.encode_batch([text for item in made for user, answer in item.turns for text in ("user\n" + user, answer)])
+        flat = iter([one.ids for one in encoded])
+        return self._collate([self._tokens(item, flat) for item in made], [item.code_first for item in made])
+
+    def _tokens(self, item: Conversation, flat: Iterator[list[int]]) -> tuple[list[int], int, list[bool]]:
+        ids: list[int] = [BOS]
+        is_answer: list[bool] = [False]
+        start = 0
+        for number, _ in enumerate(item.turns):
+            user, answer = next(flat), next(flat)
+            asked = [TURN, *user, TURN_END, *self.newline, TURN, *self.model]
+            ids += asked
+            is_answer += [False] * len(asked)
+            if number == 0:
+                start = len(ids) - 1
+            ids += [*answer, TURN_END, *self.newline]
+            is_answer += [True] * (len(answer) + 1) + [False] * len(self.newline)
+        return ids, start, is_answer
+
+    def _collate(self, made: list[tuple[list[int], int, list[bool]]], code_first: list[bool]) -> dict[str, np.ndarray]:
+        size, longest = len(made), max(len(ids) for ids, _, _ in made)
+        width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
+        tail = max(len(ids) - start for ids, start, _ in made)
+        tokens = np.zeros((size, width), np.int64)
+        rows = np.zeros((size, LANGUAGE_ROWS + tail), np.int64)
+        answer = np.zeros(rows.shape, np.float32)
+        language = np.zeros(rows.shape, np.float32)
+        language[:, :LANGUAGE_ROWS] = 1.0
+        for at, (ids, start, is_answer) in enumerate(made):
+            tokens[at, : len(ids)] = ids
+            rows[at, :LANGUAGE_ROWS] = sorted(self.rng.choices(range(start), k=LANGUAGE_ROWS))
+            held = len(ids) - 1 - start
+            rows[at, LANGUAGE_ROWS:] = np.minimum(start + np.arange(tail), width - 2)
+            flags = np.asarray(is_answer[start + 1 :], np.float32)
+            answer[at, LANGUAGE_ROWS : LANGUAGE_ROWS + held] = flags
+            language[at, LANGUAGE_ROWS : LANGUAGE_ROWS + held] = 1.0 - flags
+        batch = {
+            "tokens": tokens, "rows": rows, "answer": answer, "language": language,
+            "start": np.asarray([start for _, start, _ in made], np.int64), "code_first": np.asarray(code_first, np.float32),
+        }  # fmt: skip
+        return batch | draw_damage(self.rng, size, self.heads, self.layers)
+
+
+TRAINED_DAMAGE = ("zero", "zero half", "shift", "swap", "duplicate", "foreign")
+
+
+def draw_damage(rng: random.Random, size: int, heads: tuple[int, int], layers: int) -> dict[str, np.ndarray]:
+    """One damage per sequence, in one layer: the last (global) layer for a quarter of them, else a sliding layer."""
+    per_item = []
+    for at in range(size):
+        layer = layers - 1 if rng.random() < 0.25 else rng.randrange(layers - 1)
+        kind = rng.choice(TRAINED_DAMAGE)
+        shift = rng.choice((-1, 1)) * rng.choice((16, 32, 64, 128)) if kind == "shift" else 0
+        source = (at + rng.randrange(1, size)) % size if kind == "foreign" and size > 1 else at
+        per_item.append((layer, kind, shift, source, rng.randrange(1 << 16)))
+    return damage_arrays(per_item, heads)
+
+
+def damage_arrays(per_item: list[tuple[int, str, int, int, int]], heads: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Damages as gather indices. Items: (layer, kind, shift in tokens, source sequence, a number that picks the variant).
+
+    A KV head is two units of half a head, so that a geometry with a single global head can also be swapped.
+    """
+    arrays = {
+        "layer": np.asarray([item[0] for item in per_item], np.int64),
+        "shift": np.asarray([item[2] for item in per_item], np.int64),
+        "source": np.asarray([item[3] for item in per_item], np.int64),
+    }
+    for name, count in zip(("sliding", "global"), heads, strict=True):
+        made = [unit_damage(kind, count, variant) for _, kind, _, _, variant in per_item]
+        arrays[f"units_{name}"] = np.stack([units for units, _ in made])
+        arrays[f"keep_{name}"] = np.stack([keep for _, keep in made])
+    return arrays
+
+
+def unit_damage(kind: str, heads: int, variant: int) -> tuple[np.ndarray, np.ndarray]:
+    """(which unit each unit is read from, 1.0 or 0.0 by which it is multiplied), 2 * heads entries each."""
+    units = np.arange(2 * heads)
+    keep = np.ones(2 * heads, np.float32)
+    if kind == "zero":
+        keep[:] = 0.0
+    elif kind == "zero half":
+        keep[:heads] = 0.0
+        keep = np.roll(keep, heads * (variant % 2))
+    elif kind == "duplicate":
+        first, second = (units[:heads], units[heads:]) if variant % 2 else (units[heads:], units[:heads])
+        units = units.copy()
+        units[second] = first
+    elif kind == "swap":
+        by_head = units.reshape(heads, 2)
+        choices = [np.roll(units, heads)]
+        if heads > 1:
+            choices += [by_head[::-1].reshape(-1), np.roll(by_head, 1, axis=0).reshape(-1)]
+            choices.append(by_head.reshape(-1, 2, 2)[:, ::-1].reshape(-1))
+        units = choices[variant % len(choices)]
+    return units.astype(np.int64), keep
+
+
+def character_ids(tokenizer: Tokenizer) -> list[int]:
+    """Token ids of the 36 characters of a code."""
+    return [tokenizer.token_to_id(character) for character in ALPHABET]

@@ -42,16 +42,19 @@ def judge(run_dir: Path, ended: str) -> Verdict:
     return judged
 
 
-def write_manifest(spec: Spec, run_dir: Path, ended: str) -> None:
-    """manifest.json: sha256 of every other file of the run, what served, and the command that repeats it."""
+def manifest(spec: Spec, run_dir: Path, ended: str) -> dict[str, Any]:
+    """Content of manifest.json as the files of the run give it: sha256 of every other file, what served, what repeats the run."""
     files = {str(p.relative_to(run_dir)): sha256(p) for p in sorted(run_dir.rglob("*"))
-             if p.is_file() and not p.is_symlink() and p != run_dir / "manifest.json" and not p.name.endswith(".tmp")}
+             if p.is_file() and not p.is_symlink() and p != run_dir / "manifest.json"}
     path = run_dir / "bundle_manifest.json"
     bundle = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    write_json(run_dir / "manifest.json", {
-        "schema": SCHEMA_VERSION, "ended": ended, "run": to_json(spec.run), "patches": list(spec.proof.patches),
-        "engines": _engine_facts(run_dir), "bundle": bundle, "files": files,
-    })
+    return {"schema": SCHEMA_VERSION, "ended": ended, "run": to_json(spec.run), "patches": list(spec.proof.patches),
+            "engines": _engine_facts(run_dir), "bundle": bundle, "files": files}
+
+
+def write_manifest(spec: Spec, run_dir: Path, ended: str) -> None:
+    """The last file of a run; whoever finds it knows that the run was archived whole."""
+    write_json(run_dir / "manifest.json", manifest(spec, run_dir, ended))
 
 
 def _engine_facts(run_dir: Path) -> dict[str, Any]:

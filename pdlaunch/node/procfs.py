@@ -9,17 +9,19 @@ from pathlib import Path
 
 PROC = Path("/proc")
 SHM = Path("/dev/shm")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+"""Loaded before any fork: a child of a process with threads may not load anything."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
     """Ask the kernel to send signum to this process when the thread that made it ends (prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent ends, so that none can escape (prctl(2))."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:

@@ -17,7 +17,7 @@ FOLDER = click.Path(path_type=Path)
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--recipe, --cluster and --set, as on every verb that loads a recipe."""
-    command = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; recorded in the run.")(command)
+    command = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe, or of the cluster (cluster.KEY); recorded in the run.")(command)
     command = click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")(command)
     return click.option("--recipe", required=True, help="Name in recipes/, or a path.")(command)
 
@@ -49,7 +49,7 @@ def _live() -> bool:
 @click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
 @click.option("--local", "here", is_flag=True, help="Run the same bundle on this machine, without Slurm.")
 @click.option("--dry-run", is_flag=True, help="Show placement, ports, commands and the script; write nothing.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; recorded in the run.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe, or of the cluster (cluster.KEY); recorded in the run.")
 @click.pass_context
 def cli(context: click.Context, recipe: str | None, cluster: str, here: bool, dry_run: bool, settings: tuple[str, ...]) -> None:
     """Disaggregated serving from a recipe to one archived run with one verdict.
@@ -113,7 +113,7 @@ def render(recipe: str, cluster: str, settings: tuple[str, ...], out: Path) -> N
 @cli.command()
 @click.option("--recipe", help="Name in recipes/, or a path.")
 @click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; recorded in the run.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe, or of the cluster (cluster.KEY); recorded in the run.")
 @click.option("--bundle", type=FOLDER, help="A rendered bundle instead of a recipe.")
 @click.option("--out", type=FOLDER, help="Where the bundle is written; default: bundles/<recipe>-<utc>.")
 @click.option("--local", "here", is_flag=True, help="Run on this machine, without Slurm.")

@@ -47,7 +47,7 @@ def _write(job: Job, folder: Path, final: Path) -> None:
     write_json(folder / "spec.json", to_json(job.spec))
     shutil.copyfile(job.recipe.source.path, folder / "recipe.yaml")
     shutil.copyfile(job.cluster.source.path, folder / "cluster.yaml")
-    _copy_node(job.context.root / "pdlaunch" / "node", folder / "node")
+    _copy_node(job.context.repository / "pdlaunch" / "node", folder / "node")
     for name, text in scripts(job, final).items():
         (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(stat.S_IRWXU | stat.S_IRGRP | stat.S_IXGRP | stat.S_IROTH | stat.S_IXOTH)
@@ -70,7 +70,7 @@ def scripts(job: Job, final: Path) -> dict[str, str]:
         return {}
     import jinja2
 
-    loader = jinja2.FileSystemLoader(job.context.root / "slurm")
+    loader = jinja2.FileSystemLoader(job.context.repository / "slurm")
     env = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                              autoescape=False)  # noqa: S701 - shell, not HTML
     env.filters["shellquote"] = shlex.quote
@@ -151,7 +151,7 @@ def manifest(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def _patch_hashes(job: Job) -> dict[str, str]:
-    folder = job.context.root / "patches"
+    folder = job.context.repository / "patches"
     return {name: sha256_of(folder / f"{name}.patch") for name in job.recipe.patches if (folder / f"{name}.patch").is_file()}
 
 

@@ -41,6 +41,12 @@ class Context:
     git_dirty_sha256: str = ""
     run_locally: bool = False
     """--local: the bundle of a Slurm cluster is run on this machine."""
+    files: Path | None = None
+    """Where the repository's own files are read when that is not `root`, which is what rendered paths start with (golden bundles)."""
+
+    @property
+    def repository(self) -> Path:
+        return self.files or self.root
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
             raise RecipeError("no environments", where=cluster.source.where("environments"), rule="at least one")
     else:
         environment = environment_for(cluster, recipe.patches, recipe.source)
-    checked = modelcheck.check(recipe, cluster, config_path(recipe, cluster, context.root))
+    checked = modelcheck.check(recipe, cluster, config_path(recipe, cluster, context.repository))
     placement = place(recipe, cluster)
     python = cluster.container.python if environment.image and cluster.container else absolute(context.root, environment.python)
     paths = engine.Paths(python=python, model=model_path(recipe, cluster, context.root), aiperf=absolute(context.root, cluster.aiperf),
@@ -103,7 +109,7 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
         agreement=None if recipe.agreement is None else AgreementSpec(**vars(recipe.agreement)),
         behaviour=recipe.behaviour,
         load=LoadSpec(paths.aiperf, paths.model, tuple(LoadPhase(**vars(p)) for p in recipe.load)) if recipe.load else None,
-        proof=_proof(recipe, checked, context.root),
+        proof=_proof(recipe, checked, context.repository),
         network_interface=cluster.network.interface,
         http_port=cluster.network.http_port,
         gpu_telemetry_url=cluster.gpu_telemetry_url,
@@ -115,18 +121,24 @@ def _run(recipe: Recipe, cluster: Cluster, context: Context) -> RunInfo:
     return RunInfo(
         recipe=recipe.name, cluster=cluster.name, launcher=cluster.launcher, device=cluster.device,
         results_dir=absolute(context.root, cluster.results_dir), created_utc=context.created_utc, repeat_command=repeat_command(recipe, cluster, context),
-        git_commit=context.git_commit, git_dirty_sha256=context.git_dirty_sha256, overrides=dict(recipe.source.overrides))
+        git_commit=context.git_commit, git_dirty_sha256=context.git_dirty_sha256, overrides=_overrides(recipe, cluster))
 
 
 def repeat_command(recipe: Recipe, cluster: Cluster, context: Context) -> str:
     """The command that repeats the run, to be typed in a checkout of git_commit."""
-    words = ["python", "launch.py", "--recipe", _name_or_path(recipe.source.path, context.root / "recipes"),
-             "--cluster", _name_or_path(cluster.source.path, context.root / "clusters")]
+    words = ["python", "launch.py", "--recipe", _name_or_path(recipe.source.path, context.repository / "recipes"),
+             "--cluster", _name_or_path(cluster.source.path, context.repository / "clusters")]
     if context.run_locally:
         words.append("--local")
-    for key, value in recipe.source.overrides.items():
-        words += ["--set", f"{key.replace('[', '.').replace(']', '')}={value}"]
+    for key, value in _overrides(recipe, cluster).items():
+        words += ["--set", f"{key}={value}"]
     return shlex.join(words)
+
+
+def _overrides(recipe: Recipe, cluster: Cluster) -> dict[str, str]:
+    """Dotted key as it is written after --set -> value; keys of the cluster file start with cluster."""
+    both = [*recipe.source.overrides.items(), *((f"cluster.{key}", value) for key, value in cluster.source.overrides.items())]
+    return {key.replace("[", ".").replace("]", ""): value for key, value in both}
 
 
 def _name_or_path(path: Path, folder: Path) -> str:

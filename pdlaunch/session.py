@@ -18,8 +18,9 @@ from pdlaunch.errors import RecipeError, SubmitError
 def load_job(root: Path, recipe: str, cluster: str, settings: tuple[str, ...], *, run_locally: bool = False) -> job.Job:
     """The job of two names or paths. run_locally: a Slurm cluster's environments on this machine, without Slurm."""
     context = job.Context(root, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), *vcs.commit_and_dirt(root), run_locally=run_locally)
-    found_recipe = recipes.load(recipes.find(recipe, root / "recipes", "recipe"), settings)
-    found_cluster = clusters.load(recipes.find(cluster, root / "clusters", "cluster"))
+    of_cluster = tuple(s.removeprefix("cluster.") for s in settings if s.startswith("cluster."))
+    found_recipe = recipes.load(recipes.find(recipe, root / "recipes", "recipe"), tuple(s for s in settings if not s.startswith("cluster.")))
+    found_cluster = clusters.load(recipes.find(cluster, root / "clusters", "cluster"), of_cluster)
     if run_locally and found_cluster.launcher == "slurm":
         if any(e.image for e in found_cluster.environments):
             raise RecipeError(f"--local with the container images of {found_cluster.name}", where=found_cluster.source.where("environments"),

@@ -1,0 +1,46 @@
+"""Which recipe is rendered for which cluster in tests/golden/, and how: with fixed paths and a fixed time, so that every checkout gives the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pdlaunch import bundle, cluster, job, recipe
+from pdlaunch.node.spec import to_json
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+SHOWN_ROOT = Path("/opt/pdlaunch")
+
+CASES = [
+    *((name, site) for name in ("tiny-agg", "tiny-p1d1", "tiny-p1d2", "tiny-p2d1", "tiny-p1d2-stock", "mocker-p1d1") for site in ("local", "local-slurm")),
+    ("gemma4-agg-tp8", "example"),
+    ("gemma4-p8d8", "example"),
+    ("gemma4-p4d8", "example"),
+    ("gemma4-p4d8", "example-venv"),
+    ("gpu-26b-agg-tp4", "local-gpu"),
+    ("gpu-26b-p2d2", "local-gpu"),
+    ("gpu-26b-p2d4", "local-gpu"),
+    ("gpu-tiny-p1d2", "local-gpu"),
+    ("gpu-tiny-p1d2-stock", "local-gpu"),
+    ("gpu-tiny-p2d4", "local-gpu"),
+    ("tests/data/recipes/span-tp16.yaml", "example"),
+]
+
+
+def folder_of(name: str, site: str) -> Path:
+    return GOLDEN / f"{Path(name).stem}@{site}"
+
+
+def build(name: str, site: str, settings: tuple[str, ...] = ()) -> job.Job:
+    path = ROOT / name if name.endswith(".yaml") else recipe.find(name, ROOT / "recipes", "recipe")
+    context = job.Context(SHOWN_ROOT, "2026-01-02T03:04:05Z", git_commit="0" * 40, files=ROOT)
+    return job.build(recipe.load(path, settings), cluster.load(ROOT / "clusters" / f"{site}.yaml"), context)
+
+
+def files_of(name: str, site: str) -> dict[str, str]:
+    """File name -> text of the rendered files that are compared whole."""
+    built = build(name, site)
+    final = SHOWN_ROOT / "bundles" / Path(name).stem
+    spec = json.dumps(to_json(built.spec), indent=1, ensure_ascii=False).replace(str(ROOT / "tests"), str(SHOWN_ROOT / "tests"))
+    return {"spec.json": spec + "\n", **{n: t.replace(str(ROOT), str(SHOWN_ROOT)) for n, t in bundle.scripts(built, final).items()}}

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pdlaunch.node.gpus import NoGpu, run_smi
 from pdlaunch.node.http import HttpError
 from pdlaunch.node.process import StageFailed
 
@@ -42,11 +42,11 @@ STEPS: dict[str, Callable[[Fleet, argparse.Namespace, dict[str, Any]], None]] = 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, in words that mean something to a reader elsewhere."""
     facts: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "kernel": platform.release(), "cores": os.cpu_count()}
-    for name, query in (("gpus", "name,driver_version,memory.total"),):
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=False)
-        facts[name] = done.stdout.strip().splitlines() if done.returncode == 0 else []
-    topology = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False) if facts["gpus"] else None
-    facts["topology"] = topology.stdout.splitlines()[:12] if topology else []
+    try:
+        facts["gpus"] = run_smi(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]).splitlines()
+        facts["topology"] = run_smi(["nvidia-smi", "topo", "-m"]).splitlines()[:12]
+    except NoGpu as e:
+        facts["gpus"] = [str(e)]
     return facts
 
 

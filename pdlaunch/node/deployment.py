@@ -93,10 +93,9 @@ class Deployment:
                        waiting_for=lambda log=log: f"last lines of {log}:\n{indent(tail(log))}")  # type: ignore[misc]
 
     def start_engines(self) -> None:
-        common = {k: v for k, v in self.values.items() if k not in ("tmp_dir", "node_ip")}
         for engine in self.spec.engines:
             for rank, part in enumerate(engine.ranks):
-                self.ranks.append(start_rank(self.spec, self.spec_path, engine, rank, self.hosts[part.node], common))
+                self.ranks.append(start_rank(self.spec, self.spec_path, engine, rank, self.hosts[part.node], self.values))
 
     def wait_engines(self) -> Readiness:
         """Until every rank has written its facts, the frontend counts every worker, and control engines are healthy."""

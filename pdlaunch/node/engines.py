@@ -58,7 +58,10 @@ def start_rank(spec: Spec, spec_path: Path, engine: EngineSpec, rank: int, host:
     run_dir = Path(values["run_dir"])
     name = process_name(engine, rank)
     command = [engine.python, "-u", "-m", __package__, "worker", "--spec", str(spec_path), "--name", engine.name, "--rank", str(rank),
-               "--run-dir", str(run_dir), "--values", json.dumps(values), "--node-ip", host.address]
+               "--run-dir", str(run_dir), "--values", json.dumps({k: v for k, v in values.items() if k not in ("tmp_dir", "node_ip")}),
+               "--node-ip", host.address]
+    if spec.run.launcher == "local" and "tmp_dir" in values:
+        command += ["--tmp-parent", values["tmp_dir"]]
     if spec.run.launcher == "slurm":
         if spec.slurm is None:
             raise StageFailed("spec.run.launcher is slurm, but the spec has no slurm part")

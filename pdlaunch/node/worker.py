@@ -45,7 +45,7 @@ from .spec import EngineRank, EngineSpec, Spec, fill, load_spec, placeholders_in
 EXIT_NOT_STARTED = 4
 """Exit code of a wrapper that refused to start its engine; its log says why."""
 DEFAULT_GRACE_S = 8.0
-KILL_SLACK_S = 3.0
+KILL_SLACK_S = 1.0
 """Of a grace period, what is kept for KILL, the facts afterwards and the removal of files."""
 _TICK_S = 0.1
 _SHM_PATTERNS = ("psm_", "sem.mp-", "sem.loky", "nixl", "ucx_", "vllm")
@@ -63,6 +63,8 @@ class Task:
     values: dict[str, str]
     """Placeholders that the supervisor knows: head_ip, the ports of the services, namespace, run_dir, bundle_dir."""
     node_ip: str
+    tmp_parent: Path | None = None
+    """Where the private folder is made; None: TMPDIR of this node."""
 
     @property
     def part(self) -> EngineRank:
@@ -317,7 +319,7 @@ def wrap(task: Task) -> int:
     wrapper = Wrapper(task, control)
     wrapper.log.parent.mkdir(parents=True, exist_ok=True)
     ports = Ports(f"{task.values['namespace']}/{task.process}")
-    tmp_dir = Path(tempfile.mkdtemp(prefix="pdl-"))
+    tmp_dir = Path(tempfile.mkdtemp(prefix="pdl-", dir=task.tmp_parent))
     try:
         return wrapper.run(tmp_dir, ports)
     except (StageFailed, PortError) as e:
@@ -339,8 +341,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--values", required=True, help="JSON object of placeholder values that the supervisor knows")
     parser.add_argument("--node-ip", required=True)
+    parser.add_argument("--tmp-parent", type=Path, help="where the private folder is made; default: TMPDIR of this node")
     args = parser.parse_args(argv)
     spec = load_spec(args.spec)
     (engine,) = [e for e in spec.engines if e.name == args.name]
     node_ip = interface_address(spec.network_interface) if spec.network_interface else args.node_ip
-    return wrap(Task(spec, engine, args.rank, args.run_dir, json.loads(args.values), node_ip))
+    return wrap(Task(spec, engine, args.rank, args.run_dir, json.loads(args.values), node_ip, args.tmp_parent))

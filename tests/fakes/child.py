@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -37,6 +38,8 @@ def main(behaviour: str, argument: str = "") -> int:
             f.write(segment.name)
         print("up", flush=True)
         forever()
+    if behaviour == "shows":
+        print(json.dumps({"argument": argument, "env": dict(os.environ), "cwd": os.getcwd()}), flush=True)  # noqa: PTH109
     if behaviour == "prints":
         sys.stdout.buffer.write(argument.encode().decode("unicode_escape").encode("latin-1"))
         sys.stdout.flush()

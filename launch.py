@@ -15,121 +15,104 @@ ROOT = Path(__file__).resolve().parent
 FOLDER = click.Path(path_type=Path)
 
 
+_recipe = click.option("--recipe", required=True, help="Name in recipes/, or a path.")
+_maybe_recipe = click.option("--recipe", help="Name in recipes/, or a path.")
+_cluster = click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
+_SET = "Override a key of the recipe, or of the cluster (cluster.KEY); recorded in the run."
+_set = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=_SET)
+_here = click.option("--local", "run_locally", is_flag=True, help="Run the same bundle on this machine, without Slurm.")
+
+
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--recipe, --cluster and --set, as on every verb that loads a recipe."""
-    command = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe, or of the cluster (cluster.KEY); recorded in the run.")(command)
-    command = click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")(command)
-    return click.option("--recipe", required=True, help="Name in recipes/, or a path.")(command)
+    return _recipe(_cluster(_set(command)))
+
+
+def _optional(command: Callable[..., Any]) -> Callable[..., Any]:
+    return _maybe_recipe(_cluster(_set(_here(command))))
 
 
 _format = click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 
 
 def _show(rows: list[dict[str, Any]] | dict[str, Any], form: str) -> None:
-    """Rows as aligned columns, or as JSON."""
-    if form == "json":
-        import json
+    from pdlaunch.console import shown
 
-        click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
-        return
-    if isinstance(rows, dict):
-        rows = [{"": name, "value": value} for name, value in rows.items()]
-    columns = list(rows[0]) if rows else []
-    widths = [max(len(c), *(len(str(r[c])) for r in rows)) for c in columns]
-    for cells in [columns, *([str(r[c]) for c in columns] for r in rows)]:
-        click.echo("  ".join(text.ljust(width) for text, width in zip(cells, widths, strict=True)).rstrip())
-
-
-def _live() -> bool:
-    return sys.stdout.isatty()
+    click.echo(shown(rows, form))
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--recipe", help="Name in recipes/, or a path: submit it (with a local cluster or --local: run it here).")
-@click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
-@click.option("--local", "here", is_flag=True, help="Run the same bundle on this machine, without Slurm.")
+@_optional
 @click.option("--dry-run", is_flag=True, help="Show placement, ports, commands and the script; write nothing.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe, or of the cluster (cluster.KEY); recorded in the run.")
 @click.pass_context
-def cli(context: click.Context, recipe: str | None, cluster: str, here: bool, dry_run: bool, settings: tuple[str, ...]) -> None:
+def cli(context: click.Context, /, dry_run: bool, **names: Any) -> None:
     """Disaggregated serving from a recipe to one archived run with one verdict.
 
-    python launch.py --recipe NAME submits a recipe. Exit codes: 0 ok, 1 the verdict or a check failed, 2 bad input, 3 unexpected, 130 interrupted.
+    python launch.py --recipe NAME submits a recipe; with a local cluster, or with --local, it runs here.
+
+    Exit codes: 0 ok, 1 the verdict or a check failed, 2 bad input, 3 unexpected, 130 interrupted.
     """
-    if context.invoked_subcommand is not None:
-        if recipe is not None or settings or here or dry_run:
-            raise click.UsageError(f"options belong behind the verb: launch.py {context.invoked_subcommand} --recipe NAME ...")
+    verb, given = context.invoked_subcommand, names["recipe"] or names["settings"] or names["run_locally"] or dry_run
+    if verb is not None:
+        if given:
+            raise click.UsageError(f"options belong behind the verb: launch.py {verb} --recipe NAME ...")
         return
-    if recipe is None:
+    if names["recipe"] is None:
         click.echo(context.get_help())
         context.exit(2)
     from pdlaunch import session
 
-    job = session.load_job(ROOT, recipe, cluster, settings, run_locally=here)
+    job = session.load_job(ROOT, **names)
     if dry_run:
         click.echo("\n".join(session.describe(job)))
         return
-    context.exit(session.start(job, None, say=click.echo, live=_live()))
+    context.exit(session.start(job, None, say=click.echo, live=sys.stdout.isatty()))
 
 
 @cli.command(name="list")
 @_format
 def list_(form: str) -> None:
     """Recipes and clusters of this repository."""
-    from pdlaunch import cluster, recipe
+    from pdlaunch import session
 
-    rows = [{"kind": kind, "name": found.name, "description": found.description}
-            for kind, load, folder in (("recipe", recipe.load, "recipes"), ("cluster", cluster.load, "clusters"))
-            for path in sorted((ROOT / folder).glob("*.yaml")) for found in [load(path)]]  # type: ignore[operator]
-    _show(rows, form)
+    _show(session.catalogue(ROOT), form)
 
 
 @cli.command()
 @_options
 @_format
-def check(recipe: str, cluster: str, settings: tuple[str, ...], form: str) -> None:
+def check(form: str, **names: Any) -> None:
     """Everything that can be known before submission; warnings do not fail."""
-    from pdlaunch import preflight, session
+    from pdlaunch import session
 
-    job = session.load_job(ROOT, recipe, cluster, settings)
-    preflight.check_job(job)
-    rows = [{"check": f.name, "result": "ok", "detail": f.observed} for f in preflight.findings(job, submitting=False)]
-    rows += [{"check": w.code, "result": "warning", "detail": f"{w.message} ({w.fix})"} for w in job.warnings]
-    _show(rows, form)
+    _show(session.check_rows(session.load_job(ROOT, **names)), form)
 
 
 @cli.command()
 @_options
 @click.option("--out", type=FOLDER, required=True, help="Folder to write; must not exist.")
-def render(recipe: str, cluster: str, settings: tuple[str, ...], out: Path) -> None:
+def render(out: Path, **names: Any) -> None:
     """Write the bundle: sbatch OUT/job.sbatch works without this repository."""
-    from pdlaunch import preflight, session
+    from pdlaunch import session
 
-    job = session.load_job(ROOT, recipe, cluster, settings)
-    preflight.check_job(job)
-    click.echo(session.new_bundle(job, out))
+    click.echo(session.render(session.load_job(ROOT, **names), out))
 
 
 @cli.command()
-@click.option("--recipe", help="Name in recipes/, or a path.")
-@click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe, or of the cluster (cluster.KEY); recorded in the run.")
+@_optional
 @click.option("--bundle", type=FOLDER, help="A rendered bundle instead of a recipe.")
 @click.option("--out", type=FOLDER, help="Where the bundle is written; default: bundles/<recipe>-<utc>.")
-@click.option("--local", "here", is_flag=True, help="Run on this machine, without Slurm.")
 @click.pass_context
-def submit(context: click.Context, recipe: str | None, cluster: str, settings: tuple[str, ...], bundle: Path | None, out: Path | None, here: bool) -> None:
-    """Submit a recipe or a bundle, once; with a local cluster: run it here."""
+def submit(context: click.Context, /, bundle: Path | None, out: Path | None, **names: Any) -> None:
+    """Submit a recipe or a bundle, once; with a local cluster or --local: run it here."""
     from pdlaunch import session
 
-    if (recipe is None) == (bundle is None):
+    if (names["recipe"] is None) == (bundle is None):
         raise click.UsageError("give --recipe or --bundle, one of them")
-    if bundle is not None:
-        if here or settings or out:
-            raise click.UsageError("--bundle takes what was rendered: no --local, --set or --out")
-        context.exit(session.submit_folder(bundle, say=click.echo, live=_live()))
-    job = session.load_job(ROOT, str(recipe), cluster, settings, run_locally=here)
-    context.exit(session.start(job, out, say=click.echo, live=_live()))
+    if bundle is None:
+        context.exit(session.start(session.load_job(ROOT, **names), out, say=click.echo, live=sys.stdout.isatty()))
+    if names["run_locally"] or names["settings"] or out:
+        raise click.UsageError("--bundle takes what was rendered: no --local, --set or --out")
+    context.exit(session.submit_folder(bundle, say=click.echo, live=sys.stdout.isatty()))
 
 
 @cli.command()
@@ -161,7 +144,7 @@ def cancel(bundle: Path) -> None:
 @click.option("--out", type=FOLDER, help="Folder for the raw answers; default: a new temporary one.")
 @_format
 @click.pass_context
-def recall(context: click.Context, form: str, **question: Any) -> None:
+def recall(context: click.Context, /, form: str, **question: Any) -> None:
     """The recall check alone: does the endpoint answer from the prompt that it was sent?"""
     from pdlaunch import session
 
@@ -176,10 +159,12 @@ def recall(context: click.Context, form: str, **question: Any) -> None:
 @click.pass_context
 def doctor(context: click.Context, cluster: str, form: str) -> None:
     """What this machine has and lacks for a cluster file."""
-    from pdlaunch import cluster as clusters, doctor as doctors, recipe
+    from pdlaunch import cluster as clusters
+    from pdlaunch import doctor as doctors
+    from pdlaunch import recipe
 
     lines = doctors.examine(clusters.load(recipe.find(cluster, ROOT / "clusters", "cluster")), ROOT)
-    _show([{"": "ok" if x.ok else "MISSING", "what": x.what, "found": x.found, "next": "" if x.ok else x.next_step} for x in lines], form)
+    _show([x.row() for x in lines], form)
     context.exit(0 if all(x.ok for x in lines) else 1)
 
 
@@ -194,8 +179,7 @@ def verify(context: click.Context, run: str, results: Path, form: str) -> None:
 
     path = archive.find(run, results)
     found = archive.verify(path)
-    _show({"run": str(path), "files": found.files, "verdict": found.verdict, "intact": found.intact, "differences": found.lines()}
-          if form == "json" else [{"": line} for line in found.lines()] or {"run": path, "files": found.files, "verdict": found.verdict, "intact": "yes"}, form)
+    _show(found.table(path), form)
     context.exit(0 if found.intact else 1)
 
 
@@ -213,6 +197,26 @@ def patch(context: click.Context, verb: str, names: tuple[str, ...], python: str
         raise click.UsageError("--python PYTHON: which environment?")
     site_packages = patching.site_packages_of(Path(python).absolute().parent.parent)
     context.exit(patching.main([verb, *names, "--site-packages", str(site_packages), *(["--dry-run"] if dry_run else [])]))
+
+
+FORWARDED: dict[str, tuple[str, str]] = {}
+"""Verb -> module with main(list of arguments) -> exit code, and the line of help; imported only when the verb is called."""
+
+
+def _forward(verb: str, module: str, text: str) -> None:
+    @cli.command(
+        name=verb, help=text, add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    @click.pass_context
+    def forwarded(context: click.Context, /, arguments: tuple[str, ...]) -> None:
+        import importlib
+
+        context.exit(importlib.import_module(module).main(list(arguments)))
+
+
+for _verb, (_module, _text) in FORWARDED.items():
+    _forward(_verb, _module, _text)
 
 
 def main() -> int:

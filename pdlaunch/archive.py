@@ -78,9 +78,16 @@ class Verification:
         return not (self.changed or self.missing or self.foreign or self.judged)
 
     def lines(self) -> list[str]:
-        out = [f"{what}: {name}" for what, names in (("changed", self.changed), ("missing", self.missing), ("not in the manifest", self.foreign))
-               for name in names]
+        out = [
+            f"{what}: {name}"
+            for what, names in (("changed", self.changed), ("missing", self.missing), ("not in the manifest", self.foreign))
+            for name in names
+        ]
         return out + list(self.judged)
+
+    def table(self, run: Path) -> dict[str, Any]:
+        found = {"run": str(run), "verdict": self.verdict, "files": self.files, "intact": self.intact}
+        return found | ({"differences": self.lines()} if self.lines() else {})
 
 
 def verify(run: Path) -> Verification:
@@ -100,8 +107,11 @@ def _manifest(run: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((run / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArchiveError(f"{run} has no {MANIFEST}", rule="a run that was archived: the manifest is written last",
-                           hint="the run was cut off, or the folder is not one of a run") from None
+        raise ArchiveError(
+            f"{run} has no {MANIFEST}",
+            rule="a run that was archived: the manifest is written last",
+            hint="the run was cut off, or the folder is not one of a run",
+        ) from None
     except ValueError as e:
         raise ArchiveError(f"{run / MANIFEST} is damaged: {e}", rule="JSON") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != 1 or not isinstance(manifest.get("files"), dict):
@@ -119,8 +129,11 @@ def _judge_again(run: Path, manifest: dict[str, Any]) -> list[str]:
         raise ArchiveError(f"{run / 'spec.json'}: {e}", rule="written by this version of the project") from None
     ended = str(manifest.get("ended", ""))
     now, stored = evidence.collect(spec, run), Evidence.read(run / "evidence.json")
-    out = [f"evidence {name}: stored {stored.get(name)!r}, the files give {now.get(name)!r}"
-           for name in sorted(set(now.values) | set(stored.values)) if now.values.get(name) != stored.values.get(name)]
+    out = [
+        f"evidence {name}: stored {stored.get(name)!r}, the files give {now.get(name)!r}"
+        for name in sorted(set(now.values) | set(stored.values))
+        if now.values.get(name) != stored.values.get(name)
+    ]
     judged, kept = verdict.judge(spec, now, ended), Verdict.read(run / "verdict.json")
     if (judged.verdict, judged.line, judged.reasons, judged.checks) != (kept.verdict, kept.line, kept.reasons, kept.checks):
         out.append(f"verdict: stored {kept.line!r}, judged again {judged.line!r}")

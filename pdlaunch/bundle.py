@@ -1,4 +1,4 @@
-"""Job -> bundle folder, written beside its place and renamed: complete or absent. `sbatch BUNDLE/job.sbatch` needs nothing of this repository."""
+"""Job -> bundle folder, complete or absent. `sbatch BUNDLE/job.sbatch` needs nothing of this repository."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def render(job: Job, out: Path) -> Path:
         _write(job, temporary, out)
         temporary.rename(out)
     except OSError as e:
-        raise BundleError(f"the bundle cannot be written to {out}: {e.strerror or e}", rule="a folder that can be written, with free space") from e
+        raise BundleError(
+            f"the bundle cannot be written to {out}: {e.strerror or e}", rule="a folder that can be written, with free space"
+        ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
@@ -71,12 +73,19 @@ def scripts(job: Job, final: Path) -> dict[str, str]:
     import jinja2
 
     loader = jinja2.FileSystemLoader(job.context.repository / "slurm")
-    env = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-                             autoescape=False)  # noqa: S701 - shell, not HTML
+    env = jinja2.Environment(
+        loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
+    )
     env.filters["shellquote"] = shlex.quote
     env.filters["comment"] = lambda text: re.sub(r"[\r\n]+", " ", str(text))
-    values = {"recipe": job.recipe.name, "cluster": job.cluster.name, "repeat_command": job.spec.run.repeat_command, "bundle_dir": str(final),
-              "node_python": job.cluster.node_python, "components": [_directives(job, c, final) for c in job.placement.components]}
+    values = {
+        "recipe": job.recipe.name,
+        "cluster": job.cluster.name,
+        "repeat_command": job.spec.run.repeat_command,
+        "bundle_dir": str(final),
+        "node_python": job.cluster.node_python,
+        "components": [_directives(job, c, final) for c in job.placement.components],
+    }
     return {name: env.get_template(f"{name}.j2").render(values) for name in ("job.sbatch", "submit.sh")}
 
 
@@ -91,9 +100,17 @@ def _directives(job: Job, nodes: tuple[NodeSlot, ...], final: Path) -> list[str]
     component = nodes[0].component
     out = [f"--job-name={job_name(job.recipe)}"]
     if component == 0:
-        out += [f"--output={_directive_value(str(final).replace('%', '%%') + '/slurm-%j.out')}", "--open-mode=append", "--signal=B:TERM@120", "--no-requeue"]
-    out += [f"--{option}={_directive_value(value)}" for option in ("partition", "account", "qos", "reservation", "constraint", "comment")
-            if (value := getattr(slurm, option))]
+        out += [
+            f"--output={_directive_value(str(final).replace('%', '%%') + '/slurm-%j.out')}",
+            "--open-mode=append",
+            "--signal=B:TERM@120",
+            "--no-requeue",
+        ]
+    out += [
+        f"--{option}={_directive_value(value)}"
+        for option in ("partition", "account", "qos", "reservation", "constraint", "comment")
+        if (value := getattr(slurm, option))
+    ]
     out += [f"--time={job.recipe.time_limit_minutes}", f"--nodes={len(nodes)}", "--ntasks-per-node=1"]
     if nodes[0].gpus and slurm.gres:
         out.append(f"--gres={slurm.gres}:{nodes[0].gpus}")
@@ -129,7 +146,7 @@ def sha256_of(path: Path) -> str:
 
 
 def manifest(job: Job, folder: Path) -> dict[str, Any]:
-    """Hashes of every file of the bundle, of the patches and of the model, the launcher's versions, and the command that repeats the run."""
+    """Hashes of every file of the bundle, the patches and the model, the launcher's versions, and the command that repeats the run."""
     files = {str(p.relative_to(folder)): sha256_of(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     run = job.spec.run
     return {

@@ -149,8 +149,12 @@ def load(path: Path, settings: tuple[str, ...] = ()) -> Cluster:
     document = yamlfile.override(yamlfile.read(path), settings)
     cluster = dataclasses.replace(yamlfile.bind(Cluster, document), source=document)
     if cluster.name != path.stem:
-        raise RecipeError(f"name is {cluster.name!r} but the file is {path.name}", where=document.where("name"),
-                          rule="name equals the file name without .yaml", hint=f"write name: {path.stem}, or rename the file")
+        raise RecipeError(
+            f"name is {cluster.name!r} but the file is {path.name}",
+            where=document.where("name"),
+            rule="name equals the file name without .yaml",
+            hint=f"write name: {path.stem}, or rename the file",
+        )
     _check(cluster)
     return cluster
 
@@ -164,7 +168,9 @@ def load_archived(path: Path) -> Cluster:
 def _check(cluster: Cluster) -> None:
     where = cluster.source.where
     if cluster.launcher == "slurm" and cluster.slurm is None:
-        raise RecipeError("launcher is slurm and there is no slurm section", where=where("launcher"), rule="launcher: slurm needs slurm: {...}")
+        raise RecipeError(
+            "launcher is slurm and there is no slurm section", where=where("launcher"), rule="launcher: slurm needs slurm: {...}"
+        )
     if cluster.device == "cuda" and cluster.nodes.gpus_per_node == 0:
         raise RecipeError("device is cuda and gpus_per_node is 0", where=where("nodes.gpus_per_node"), rule="at least 1 with device: cuda")
     if cluster.engines_share_gpus and cluster.launcher != "local":
@@ -175,10 +181,14 @@ def _check(cluster: Cluster) -> None:
         if bool(environment.python) == bool(environment.image):
             raise RecipeError(f"python {environment.python!r}, image {environment.image!r}", where=where(at), rule="exactly one of the two")
         if environment.image and (cluster.launcher == "local" or cluster.container is None):
-            raise RecipeError(f"an image {environment.image!r}", where=where(at), rule="an image needs launcher: slurm and a container section")
+            raise RecipeError(
+                f"an image {environment.image!r}", where=where(at), rule="an image needs launcher: slurm and a container section"
+            )
         names = frozenset(environment.patches)
         if names in seen:
-            raise RecipeError(f"the same patches as environments[{seen[names]}]", where=where(at), rule="one environment for each set of patches")
+            raise RecipeError(
+                f"the same patches as environments[{seen[names]}]", where=where(at), rule="one environment for each set of patches"
+            )
         seen[names] = i
 
 
@@ -190,5 +200,9 @@ def environment_for(cluster: Cluster, patches: tuple[str, ...], recipe: Document
     have = "; ".join("[" + ", ".join(e.patches) + "]" for e in cluster.environments)
     names = " ".join(patches)
     make = f"launch.py patch apply --python PYTHON {names}, then add it" if names else "add a stock installation"
-    raise RecipeError(f"{cluster.name} has no environment with exactly the patches [{', '.join(patches)}]", where=recipe.where("patches"),
-                      rule=f"environments of {cluster.source.path}: {have}", hint=f"{make} to environments of {cluster.source.path}")
+    raise RecipeError(
+        f"{cluster.name} has no environment with exactly the patches [{', '.join(patches)}]",
+        where=recipe.where("patches"),
+        rule=f"environments of {cluster.source.path}: {have}",
+        hint=f"{make} to environments of {cluster.source.path}",
+    )

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.live import Live
+
+
+def shown(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], form: str) -> str:
+    """Rows as aligned columns (form table) or as JSON; a mapping is one row per key."""
+    if form == "json":
+        return json.dumps(rows, indent=1, ensure_ascii=False)
+    if isinstance(rows, Mapping):
+        rows = [{"": name, "value": value} for name, value in rows.items()]
+    columns = list(rows[0]) if rows else []
+    cells = [columns, *([str(row[c]) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells)
 
 
 @dataclass

@@ -22,6 +22,9 @@ class Line:
     found: str
     next_step: str = ""
 
+    def row(self) -> dict[str, str]:
+        return {"": "ok" if self.ok else "MISSING", "what": self.what, "found": self.found, "next": "" if self.ok else self.next_step}
+
 
 def examine(cluster: Cluster, root: Path) -> list[Line]:
     return [*_programs(cluster, root), *_environments(cluster, root), *_models(cluster, root), _disk(cluster, root), _gpus(cluster)]
@@ -82,7 +85,9 @@ def _disk(cluster: Cluster, root: Path) -> Line:
     while not there.exists():
         there = there.parent
     free_gib = shutil.disk_usage(there).free / 2**30
-    return Line("disk for results", free_gib >= cluster.min_free_gib, f"{free_gib:.1f} GiB free at {path}", f"at least {cluster.min_free_gib:g} GiB")
+    return Line(
+        "disk for results", free_gib >= cluster.min_free_gib, f"{free_gib:.1f} GiB free at {path}", f"at least {cluster.min_free_gib:g} GiB"
+    )
 
 
 def _gpus(cluster: Cluster) -> Line:
@@ -92,9 +97,15 @@ def _gpus(cluster: Cluster) -> Line:
     if smi is None:
         return Line("GPUs", False, "no nvidia-smi, so no GPU", "a cluster file with device: cpu")
     try:
-        done = subprocess.run([smi, "--query-gpu=index,name,memory.used", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [smi, "--query-gpu=index,name,memory.used", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False
+        )
     except subprocess.TimeoutExpired:
         return Line("GPUs", False, "nvidia-smi does not answer within 30 s", "look at the driver")
     rows = done.stdout.strip().splitlines()
-    return Line("GPUs", done.returncode == 0 and len(rows) >= cluster.nodes.gpus_per_node, "; ".join(rows) or done.stderr.strip(),
-                f"gpus_per_node of {cluster.source.path} is {cluster.nodes.gpus_per_node}")
+    return Line(
+        "GPUs",
+        done.returncode == 0 and len(rows) >= cluster.nodes.gpus_per_node,
+        "; ".join(rows) or done.stderr.strip(),
+        f"gpus_per_node of {cluster.source.path} is {cluster.nodes.gpus_per_node}",
+    )

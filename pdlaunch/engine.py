@@ -11,7 +11,8 @@ from pdlaunch.cluster import Cluster
 from pdlaunch.errors import RecipeError, Where
 from pdlaunch.node.spec import EngineRank, EngineSpec, ServiceSpec
 from pdlaunch.placement import PlacedEngine, Placement
-from pdlaunch.recipe import Recipe, RoleName
+from pdlaunch.recipe import EngineArgs, Recipe, RoleName
+from pdlaunch.yamlfile import nearest
 
 MIB = 1024 * 1024
 KV_LOAD_FAILURE_POLICY = "fail"
@@ -46,6 +47,7 @@ _MOCKER_FLAGS = {
     "mocker_speedup": "--speedup-ratio",
     "mocker_kv_blocks": "--num-gpu-blocks-override",
 }
+_PLANES = ("--discovery-backend", "etcd", "--request-plane", "tcp", "--event-plane", "nats")
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -70,16 +72,17 @@ def services(recipe: Recipe, cluster: Cluster, paths: Paths) -> tuple[ServiceSpe
     """etcd, NATS and the frontend of node 0; each listens on the node's own address and keeps its data in the job's private folder."""
     boxed = cluster.container is not None and cluster.container.control_plane
     client, peer = "http://%{head_ip}:%{etcd_client_port}", "http://%{head_ip}:%{etcd_peer_port}"
-    etcd = (paths.etcd, "--name", "head", "--data-dir", "%{tmp_dir}/etcd", "--listen-client-urls", client, "--advertise-client-urls", client,
-            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"head={peer}",
-            "--initial-cluster-token", "%{namespace}", "--initial-cluster-state", "new", "--logger", "zap", "--log-outputs", "stderr")
-    nats = (paths.nats, "-a", "%{head_ip}", "-p", "%{nats_port}", "-js", "-sd", "%{tmp_dir}/nats")
-    frontend = (paths.python, "-m", "dynamo.frontend", "--router-mode", "round-robin", "--discovery-backend", "etcd", "--request-plane", "tcp",
-                "--event-plane", "nats", "--namespace", "%{namespace}", "--http-host", "%{head_ip}", "--http-port", "%{http_port}")
+    etcd = [paths.etcd, "--name", "head", "--data-dir", "%{tmp_dir}/etcd", "--logger", "zap", "--log-outputs", "stderr"]
+    etcd += ["--listen-client-urls", client, "--advertise-client-urls", client]
+    etcd += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"head={peer}"]
+    etcd += ["--initial-cluster-token", "%{namespace}", "--initial-cluster-state", "new"]
+    nats = [paths.nats, "-a", "%{head_ip}", "-p", "%{nats_port}", "-js", "-sd", "%{tmp_dir}/nats"]
+    frontend = [paths.python, "-m", "dynamo.frontend", "--router-mode", "round-robin", *_PLANES, "--namespace", "%{namespace}"]
+    frontend += ["--http-host", "%{head_ip}", "--http-port", "%{http_port}"]
     return (
-        ServiceSpec("etcd", etcd, {}, "etcd_health", boxed),
-        ServiceSpec("nats", nats, {}, "tcp", boxed),
-        ServiceSpec("frontend", frontend, {**_dynamo_env(), **_site_env(cluster)}, "http", cluster.container is not None),
+        ServiceSpec("etcd", tuple(etcd), {}, "etcd_health", boxed),
+        ServiceSpec("nats", tuple(nats), {}, "tcp", boxed),
+        ServiceSpec("frontend", tuple(frontend), {**_dynamo_env(), **_site_env(cluster)}, "http", cluster.container is not None),
     )
 
 
@@ -88,7 +91,13 @@ def _site_env(cluster: Cluster) -> dict[str, str]:
 
 
 def _common_env() -> dict[str, str]:
-    return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "%{node_ip}", "TMPDIR": "%{tmp_dir}"}
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "%{node_ip}",
+        "TMPDIR": "%{tmp_dir}",
+    }
 
 
 def _dynamo_env() -> dict[str, str]:
@@ -125,11 +134,20 @@ def engines(recipe: Recipe, cluster: Cluster, placement: Placement, paths: Paths
     for placed in placement.engines:
         engine = recipe.engines.present()[placed.role]
         argv = _argv(recipe, cluster, placed.role, paths)
-        out.append(EngineSpec(
-            name=placed.name, role=placed.role, replica=placed.replica, kind=program_of(recipe, placed.role), python=paths.python,
-            ranks=tuple(EngineRank(r.node, r.gpus, argv + _rank_flags(placed, i)) for i, r in enumerate(placed.ranks)),
-            env=_engine_env(recipe, cluster, placed.role), tensor_parallel=engine.tensor_parallel, pipeline_parallel=engine.pipeline_parallel,
-            data_parallel=engine.data_parallel))
+        out.append(
+            EngineSpec(
+                name=placed.name,
+                role=placed.role,
+                replica=placed.replica,
+                kind=program_of(recipe, placed.role),
+                python=paths.python,
+                ranks=tuple(EngineRank(r.node, r.gpus, argv + _rank_flags(placed, i)) for i, r in enumerate(placed.ranks)),
+                env=_engine_env(recipe, cluster, placed.role),
+                tensor_parallel=engine.tensor_parallel,
+                pipeline_parallel=engine.pipeline_parallel,
+                data_parallel=engine.data_parallel,
+            )
+        )
     return tuple(out)
 
 
@@ -137,46 +155,53 @@ def _rank_flags(placed: PlacedEngine, rank: int) -> tuple[str, ...]:
     """Flags of one node of an engine that spans several (vllm/entrypoints/cli/serve.py:run_headless); rank 0 alone talks to Dynamo."""
     if len(placed.ranks) == 1:
         return ()
-    shared = ("--nnodes", str(len(placed.ranks)), "--node-rank", str(rank), "--master-addr", "%{master_ip}", "--master-port", "%{master_port}")
+    shared: tuple[str, ...] = ("--nnodes", str(len(placed.ranks)), "--node-rank", str(rank))
+    shared += ("--master-addr", "%{master_ip}", "--master-port", "%{master_port}")
     return shared if rank == 0 else (*shared, "--headless")
 
 
 def _argv(recipe: Recipe, cluster: Cluster, role: RoleName, paths: Paths) -> tuple[str, ...]:
-    engine, args = recipe.engines.present()[role], recipe.args_of(role)
-    extra = recipe.extra_args + engine.extra_args
+    extra = recipe.extra_args + recipe.engines.present()[role].extra_args
     if recipe.backend == "mocker":
-        head: list[str] = [paths.python, "-m", "dynamo.mocker", "--model-path", paths.model, "--model-name", recipe.model.served_name,
-                           "--disaggregation-mode", role, "--discovery-backend", "etcd", "--request-plane", "tcp", "--event-plane", "nats"]
-        for name, flag in _MOCKER_FLAGS.items():
-            if (value := getattr(args, name)) is not None:
-                head += [flag, _text(value)]
-        if args.prefix_caching is not None:
-            head.append("--enable-prefix-caching" if args.prefix_caching else "--no-enable-prefix-caching")
-        if engine.data_parallel > 1:
-            head += ["--data-parallel-size", str(engine.data_parallel)]
-        return (*head, *extra)
+        return (*_mocker_argv(recipe, role, paths), *extra)
     if role == "control":
         head = [paths.python, "-m", "vllm.entrypoints.cli.main", "serve", paths.model, "--host", "%{node_ip}", "--port", "%{serve_port}"]
     else:
-        head = [paths.python, "-m", "dynamo.vllm", "--model", paths.model, "--disaggregation-mode", role, "--discovery-backend", "etcd",
-                "--request-plane", "tcp", "--event-plane", "nats"]
-    head += ["--served-model-name", recipe.model.served_name, "--tensor-parallel-size", str(engine.tensor_parallel)]
-    if engine.pipeline_parallel > 1:
-        head += ["--pipeline-parallel-size", str(engine.pipeline_parallel)]
-    if engine.data_parallel > 1:
-        head += ["--data-parallel-size", str(engine.data_parallel)]
-    for name, flag in _VALUE_FLAGS.items():
-        if (value := getattr(args, name)) is not None:
-            head += [flag, _text(value)]
-    if args.kv_cache_memory_mib is not None:
-        head += ["--kv-cache-memory-bytes", str(args.kv_cache_memory_mib * MIB)]
-    for name, (on, off) in _BOOL_FLAGS.items():
-        if (switch := getattr(args, name)) is not None:
-            head.append(on if switch else off)
-    head += _parser_flags(recipe, role)
+        head = [paths.python, "-m", "dynamo.vllm", "--model", paths.model, "--disaggregation-mode", role, *_PLANES]
+    head += ["--served-model-name", recipe.model.served_name, *_vllm_flags(recipe, role), *_parser_flags(recipe, role)]
     if role in _KV_ROLES:
         head += ["--kv-transfer-config", json.dumps(_kv_transfer(recipe, cluster, role), separators=(",", ":"))]
     return (*head, *extra)
+
+
+def _mocker_argv(recipe: Recipe, role: RoleName, paths: Paths) -> list[str]:
+    args, copies = recipe.args_of(role), recipe.engines.present()[role].data_parallel
+    head = [paths.python, "-m", "dynamo.mocker", "--model-path", paths.model, "--model-name", recipe.model.served_name]
+    head += ["--disaggregation-mode", role, *_PLANES, *_given(args, _MOCKER_FLAGS)]
+    if args.prefix_caching is not None:
+        head.append(_BOOL_FLAGS["prefix_caching"][0 if args.prefix_caching else 1])
+    return [*head, "--data-parallel-size", str(copies)] if copies > 1 else head
+
+
+def _vllm_flags(recipe: Recipe, role: RoleName) -> list[str]:
+    """Sizes and engine_args, which dynamo.vllm and vllm serve spell alike."""
+    engine, args = recipe.engines.present()[role], recipe.args_of(role)
+    out = ["--tensor-parallel-size", str(engine.tensor_parallel)]
+    if engine.pipeline_parallel > 1:
+        out += ["--pipeline-parallel-size", str(engine.pipeline_parallel)]
+    if engine.data_parallel > 1:
+        out += ["--data-parallel-size", str(engine.data_parallel)]
+    out += _given(args, _VALUE_FLAGS)
+    if args.kv_cache_memory_mib is not None:
+        out += ["--kv-cache-memory-bytes", str(args.kv_cache_memory_mib * MIB)]
+    for name, (on, off) in _BOOL_FLAGS.items():
+        if (switch := getattr(args, name)) is not None:
+            out.append(on if switch else off)
+    return out
+
+
+def _given(args: EngineArgs, table: dict[str, str]) -> list[str]:
+    return [word for name, flag in table.items() if (value := getattr(args, name)) is not None for word in (flag, _text(value))]
 
 
 def _text(value: object) -> str:
@@ -198,7 +223,11 @@ def _parser_flags(recipe: Recipe, role: RoleName) -> list[str]:
 
 
 def _kv_transfer(recipe: Recipe, cluster: Cluster, role: RoleName) -> dict[str, object]:
-    config: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[role], "kv_load_failure_policy": KV_LOAD_FAILURE_POLICY}
+    config: dict[str, object] = {
+        "kv_connector": "NixlConnector",
+        "kv_role": _KV_ROLES[role],
+        "kv_load_failure_policy": KV_LOAD_FAILURE_POLICY,
+    }
     if cluster.device == "cpu":
         config["kv_buffer_device"] = "cpu"
     if recipe.kv_connector_extra_config:
@@ -217,7 +246,9 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
         flags.check_args(program, engine.extra_args, places)
         flags.check_env((program,), engine.env, {k: source.where(("engines", role, "env", k)) for k in engine.env})
         flags.check_env((program,), recipe.env, {k: source.where(("env", k)) for k in recipe.env})
-        flags.check_env((program, "dynamo.frontend"), cluster.engine_env, {k: cluster.source.where(("engine_env", k)) for k in cluster.engine_env})
+        flags.check_env(
+            (program, "dynamo.frontend"), cluster.engine_env, {k: cluster.source.where(("engine_env", k)) for k in cluster.engine_env}
+        )
         _check_choices(recipe, role, program)
 
 
@@ -231,8 +262,12 @@ def _check_choices(recipe: Recipe, role: RoleName, program: str) -> None:
             continue
         where: Where = recipe.source.where(recipe.key_of_arg(role, name))
         if recipe.backend == "mocker" and name not in table and name != "prefix_caching":
-            raise RecipeError(f"{name} with the mocker", where=where, rule=f"the mocker knows {', '.join([*table, 'prefix_caching'])}", hint="leave it out")
+            raise RecipeError(
+                f"{name} with the mocker",
+                where=where,
+                rule=f"the mocker knows {', '.join([*table, 'prefix_caching'])}",
+                hint="leave it out",
+            )
         choices = known[table[name]]["choices"] if name in table else None
         if choices and str(value) not in choices:
-            raise RecipeError(f"{name} {value!r}", where=where, rule=f"one of {', '.join(choices)}",
-                              hint=flags.nearest(str(value), choices))
+            raise RecipeError(f"{name} {value!r}", where=where, rule=f"one of {', '.join(choices)}", hint=nearest(str(value), choices))

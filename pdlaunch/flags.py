@@ -59,14 +59,49 @@ OWNED_FLAGS = {
 }
 """Flag -> key of the recipe that sets it."""
 
-LAUNCHER_FLAGS = frozenset({
-    "--disaggregation-mode", "--is-prefill-worker", "--is-decode-worker", "--namespace", "--endpoint", "--discovery-backend", "--request-plane",
-    "--response-plane", "--event-plane", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--connector", "--host",
-    "--port", "--uds", "--kv-events-config", "--data-parallel-size-local", "--data-parallel-rank", "--data-parallel-start-rank",
-    "--data-parallel-address", "--data-parallel-rpc-port", "--data-parallel-backend", "--data-parallel-external-lb", "--data-parallel-hybrid-lb",
-    "--data-parallel-multi-port-external-lb", "--distributed-executor-backend", "--router-mode", "--config", "--bootstrap-ports",
-    "--num-workers", "--hf-token", "--help", "--version", "--benchmark-mode", "--ec-transfer-config", "--device-ids",
-})
+LAUNCHER_FLAGS = frozenset(
+    {
+        "--disaggregation-mode",
+        "--is-prefill-worker",
+        "--is-decode-worker",
+        "--namespace",
+        "--endpoint",
+        "--discovery-backend",
+        "--request-plane",
+        "--response-plane",
+        "--event-plane",
+        "--nnodes",
+        "--node-rank",
+        "--master-addr",
+        "--master-port",
+        "--headless",
+        "--connector",
+        "--host",
+        "--port",
+        "--uds",
+        "--kv-events-config",
+        "--data-parallel-size-local",
+        "--data-parallel-rank",
+        "--data-parallel-start-rank",
+        "--data-parallel-address",
+        "--data-parallel-rpc-port",
+        "--data-parallel-backend",
+        "--data-parallel-external-lb",
+        "--data-parallel-hybrid-lb",
+        "--data-parallel-multi-port-external-lb",
+        "--distributed-executor-backend",
+        "--router-mode",
+        "--config",
+        "--bootstrap-ports",
+        "--num-workers",
+        "--hf-token",
+        "--help",
+        "--version",
+        "--benchmark-mode",
+        "--ec-transfer-config",
+        "--device-ids",
+    }
+)
 """Flags with no key: the launcher decides them from the placement, or they would change what is measured."""
 
 OWNED_ENV = {
@@ -74,11 +109,30 @@ OWNED_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "engine_args.kv_cache_memory_mib",
     "VLLM_ATTENTION_BACKEND": "engine_args.attention_backend",
 }
-LAUNCHER_ENV = frozenset({
-    "ETCD_ENDPOINTS", "NATS_SERVER", "CUDA_VISIBLE_DEVICES", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_HOST_IP",
-    "VLLM_PORT", "PROMETHEUS_MULTIPROC_DIR", "PYTHONPATH", "PYTHONHOME", "LD_PRELOAD", "TMPDIR", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE",
-    "VLLM_NO_USAGE_STATS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK",
-})
+LAUNCHER_ENV = frozenset(
+    {
+        "ETCD_ENDPOINTS",
+        "NATS_SERVER",
+        "CUDA_VISIBLE_DEVICES",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
+        "VLLM_HOST_IP",
+        "VLLM_PORT",
+        "PROMETHEUS_MULTIPROC_DIR",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "LD_PRELOAD",
+        "TMPDIR",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "VLLM_NO_USAGE_STATS",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+    }
+)
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "APIKEY", "CREDENTIAL")
 _FREE_DYN_ENV = frozenset({"DYN_LOG", "DYN_LOGGING_CONSOLE_FORMAT", "DYN_LOGGING_JSONL", "DYN_LOG_USE_LOCAL_TZ"})
 
@@ -107,8 +161,12 @@ def check_args(program: str, words: tuple[str, ...], where: list[Where]) -> None
     while i < len(words):
         word = words[i]
         if not word.startswith("-") or word in ("-", "--"):
-            raise RecipeError(f"{word!r} is no flag", where=where[i], rule=f"flags of {program}, each word its own item",
-                              hint="a value must follow its flag; a flag with spaces must be split into words")
+            raise RecipeError(
+                f"{word!r} is no flag",
+                where=where[i],
+                rule=f"flags of {program}, each word its own item",
+                hint="a value must follow its flag; a flag with spaces must be split into words",
+            )
         name, attached = _resolve(flags, word, where[i])
         _refuse_owned(flags, name, word, where[i])
         i += 1 + _values_after(flags, name, attached, words[i + 1 :], where[i])
@@ -137,8 +195,12 @@ def _resolve(flags: FlagList, word: str, where: Where) -> tuple[str, str | None]
         raise RecipeError(f"{word!r} abbreviates {fits[0]}", where=where, rule="flags are written in full", hint=f"write {fits[0]}")
     if primaries:
         raise RecipeError(f"{word!r} could be {', '.join(fits[:6])}", where=where, rule="flags are written in full")
-    raise RecipeError(f"unknown flag {word!r} of {flags.program}", where=where, rule=_rule(flags),
-                      hint=nearest(spelled, flags.by_name) or f"pdlaunch/data/{flags.program}.json lists the legal ones")
+    raise RecipeError(
+        f"unknown flag {word!r} of {flags.program}",
+        where=where,
+        rule=_rule(flags),
+        hint=nearest(spelled, flags.by_name) or f"pdlaunch/data/{flags.program}.json lists the legal ones",
+    )
 
 
 def _rule(flags: FlagList) -> str:
@@ -149,11 +211,19 @@ def _refuse_owned(flags: FlagList, name: str, word: str, where: Where) -> None:
     spellings = set(flags.by_name[name]["names"])
     key = next((OWNED_FLAGS[s] for s in flags.by_name[name]["names"] if s in OWNED_FLAGS), None)
     if key is not None:
-        raise RecipeError(f"{word!r} sets {flags.primary(name)}, which the launcher owns", where=where, rule="owned flags have a key",
-                          hint=f"use the key {key}")
+        raise RecipeError(
+            f"{word!r} sets {flags.primary(name)}, which the launcher owns",
+            where=where,
+            rule="owned flags have a key",
+            hint=f"use the key {key}",
+        )
     if spellings & LAUNCHER_FLAGS:
-        raise RecipeError(f"{word!r} sets {flags.primary(name)}, which the launcher owns", where=where,
-                          rule="addresses, ports, roles and ranks come from the placement", hint=_LAUNCHER)
+        raise RecipeError(
+            f"{word!r} sets {flags.primary(name)}, which the launcher owns",
+            where=where,
+            rule="addresses, ports, roles and ranks come from the placement",
+            hint=_LAUNCHER,
+        )
 
 
 def _values_after(flags: FlagList, name: str, attached: str | None, rest: tuple[str, ...], where: Where) -> int:
@@ -168,9 +238,7 @@ def _values_after(flags: FlagList, name: str, attached: str | None, rest: tuple[
             raise RecipeError(f"{name} takes no value, found {attached!r}", where=where, rule=f"{name} alone switches it on")
         return 0
     given = [attached] if attached is not None else list(rest[:following])
-    if values == "1" and attached is None:
-        given = given[:1]
-    elif values == "?" and attached is None:
+    if (values == "1" and attached is None) or (values == "?" and attached is None):
         given = given[:1]
     if values in ("1", "+") and not given:
         raise RecipeError(f"{name} needs a value", where=where, rule=f"{name} VALUE, as two items or as {name}=VALUE")
@@ -197,14 +265,25 @@ def check_env(programs: tuple[str, ...], env: dict[str, str], where: dict[str, W
             if key is None and set(spellings) & LAUNCHER_FLAGS:
                 key = ""
             elif key is None:
-                raise RecipeError(f"the variable {name} sets {spellings[0]}", where=where[name], rule="engine flags are written as flags",
-                                  hint=f"use extra_args: [{spellings[0]}, ...]")
+                raise RecipeError(
+                    f"the variable {name} sets {spellings[0]}",
+                    where=where[name],
+                    rule="engine flags are written as flags",
+                    hint=f"use extra_args: [{spellings[0]}, ...]",
+                )
         if key is None and (name in LAUNCHER_ENV or (name.startswith("DYN_") and name not in _FREE_DYN_ENV)):
             key = ""
         if key is not None:
-            raise RecipeError(f"the variable {name} is owned by the launcher", where=where[name],
-                              rule="owned variables have a key" if key else "addresses, ports and planes come from the launcher",
-                              hint=f"use the key {key}" if key else _LAUNCHER)
+            raise RecipeError(
+                f"the variable {name} is owned by the launcher",
+                where=where[name],
+                rule="owned variables have a key" if key else "addresses, ports and planes come from the launcher",
+                hint=f"use the key {key}" if key else _LAUNCHER,
+            )
         if any(part in name.upper() for part in _SECRET):
-            raise RecipeError(f"the variable {name} looks like a secret", where=where[name], rule="recipes and cluster files are archived: no secrets",
-                              hint="put it into the site's own environment")
+            raise RecipeError(
+                f"the variable {name} looks like a secret",
+                where=where[name],
+                rule="recipes and cluster files are archived: no secrets",
+                hint="put it into the site's own environment",
+            )

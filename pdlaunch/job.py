@@ -1,4 +1,4 @@
-"""Recipe + cluster -> Spec: resolve paths, place, build command lines, state what must be proved. Pure but for reading the model's config."""
+"""Recipe + cluster -> Spec: resolve paths, place, build command lines, state what must be proved. Writes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pdlaunch.node.spec import (
 from pdlaunch.patching import expected_hashes
 from pdlaunch.patchseries import load_series
 from pdlaunch.placement import Placement, place
-from pdlaunch.planner.compat import Finding
+from pdlaunch.planner.rules import Finding
 from pdlaunch.recipe import Recipe
 
 DISTRIBUTIONS = {"dynamo": "ai-dynamo", "vllm": "vllm", "nixl": "nixl"}
@@ -94,8 +94,13 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
     checked = modelcheck.check(recipe, cluster, config_path(recipe, cluster, context.repository))
     placement = place(recipe, cluster)
     python = cluster.container.python if environment.image and cluster.container else absolute(context.root, environment.python)
-    paths = engine.Paths(python=python, model=model_path(recipe, cluster, context.root), aiperf=absolute(context.root, cluster.aiperf),
-                         etcd=_program(context.root, cluster.etcd), nats=_program(context.root, cluster.nats))
+    paths = engine.Paths(
+        python=python,
+        model=model_path(recipe, cluster, context.root),
+        aiperf=absolute(context.root, cluster.aiperf),
+        etcd=_program(context.root, cluster.etcd),
+        nats=_program(context.root, cluster.nats),
+    )
     spec = Spec(
         schema=SCHEMA_VERSION,
         run=_run(recipe, cluster, context),
@@ -119,15 +124,29 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
 
 def _run(recipe: Recipe, cluster: Cluster, context: Context) -> RunInfo:
     return RunInfo(
-        recipe=recipe.name, cluster=cluster.name, launcher=cluster.launcher, device=cluster.device,
-        results_dir=absolute(context.root, cluster.results_dir), created_utc=context.created_utc, repeat_command=repeat_command(recipe, cluster, context),
-        git_commit=context.git_commit, git_dirty_sha256=context.git_dirty_sha256, overrides=_overrides(recipe, cluster))
+        recipe=recipe.name,
+        cluster=cluster.name,
+        launcher=cluster.launcher,
+        device=cluster.device,
+        results_dir=absolute(context.root, cluster.results_dir),
+        created_utc=context.created_utc,
+        repeat_command=repeat_command(recipe, cluster, context),
+        git_commit=context.git_commit,
+        git_dirty_sha256=context.git_dirty_sha256,
+        overrides=_overrides(recipe, cluster),
+    )
 
 
 def repeat_command(recipe: Recipe, cluster: Cluster, context: Context) -> str:
     """The command that repeats the run, to be typed in a checkout of git_commit."""
-    words = ["python", "launch.py", "--recipe", _name_or_path(recipe.source.path, context.repository / "recipes"),
-             "--cluster", _name_or_path(cluster.source.path, context.repository / "clusters")]
+    words = [
+        "python",
+        "launch.py",
+        "--recipe",
+        _name_or_path(recipe.source.path, context.repository / "recipes"),
+        "--cluster",
+        _name_or_path(cluster.source.path, context.repository / "clusters"),
+    ]
     if context.run_locally:
         words.append("--local")
     for key, value in _overrides(recipe, cluster).items():
@@ -155,17 +174,28 @@ def _slurm(cluster: Cluster, environment: Environment) -> SlurmSpec | None:
         if cluster.container.mounts:
             container += (f"--container-mounts={','.join(cluster.container.mounts)}",)
         container += cluster.container.args
-    return SlurmSpec(gres=slurm.gres if cluster.nodes.gpus_per_node else "", srun_args=slurm.srun_args, container_args=container,
-                     mem_per_engine_rank=slurm.mem_per_engine_rank, cpus_per_engine_rank=slurm.cpus_per_engine_rank)
+    return SlurmSpec(
+        gres=slurm.gres if cluster.nodes.gpus_per_node else "",
+        srun_args=slurm.srun_args,
+        container_args=container,
+        mem_per_engine_rank=slurm.mem_per_engine_rank,
+        cpus_per_engine_rank=slurm.cpus_per_engine_rank,
+    )
 
 
 def _proof(recipe: Recipe, checked: modelcheck.ModelCheck, root: Path) -> Proof:
     mocker = recipe.backend == "mocker"
     versions = {DISTRIBUTIONS[k]: getattr(recipe.versions, k) for k in (("dynamo",) if mocker else DISTRIBUTIONS)}
     return Proof(
-        disaggregated=recipe.disaggregated, kv_load_failure_policy=engine.KV_LOAD_FAILURE_POLICY if recipe.disaggregated and not mocker else "",
-        prediction=checked.prediction, mixed_heads=checked.mixed_heads, patches=recipe.patches,
-        file_sha256={} if mocker else _file_hashes(recipe, root), versions=versions, text_checked=not mocker)
+        disaggregated=recipe.disaggregated,
+        kv_load_failure_policy=engine.KV_LOAD_FAILURE_POLICY if recipe.disaggregated and not mocker else "",
+        prediction=checked.prediction,
+        mixed_heads=checked.mixed_heads,
+        patches=recipe.patches,
+        file_sha256={} if mocker else _file_hashes(recipe, root),
+        versions=versions,
+        text_checked=not mocker,
+    )
 
 
 def _file_hashes(recipe: Recipe, root: Path) -> dict[str, str]:

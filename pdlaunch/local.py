@@ -37,10 +37,18 @@ def run(bundle: Path, run_dir: Path, node_python: str, output: IO[str] | None = 
     """
     command = [node_python, "-B", "-u", "-m", "node", "run", "--spec", str(bundle / "spec.json"), "--run-dir", str(run_dir)]
     try:
-        child = subprocess.Popen(command, cwd=bundle, stdin=subprocess.DEVNULL, stdout=output, stderr=None if output is None else subprocess.STDOUT,
-                                 start_new_session=True)
+        child = subprocess.Popen(
+            command,
+            cwd=bundle,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            start_new_session=True,
+        )
     except OSError as e:
-        raise SubmitError(f"{node_python} cannot be started: {e.strerror}", rule="node_python of the cluster file: Python 3.10 or newer") from e
+        raise SubmitError(
+            f"{node_python} cannot be started: {e.strerror}", rule="node_python of the cluster file: Python 3.10 or newer"
+        ) from e
     with _handed_on(child) as signalled:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):

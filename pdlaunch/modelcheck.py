@@ -1,4 +1,4 @@
-"""Recipe -> the planner's view of it: shapes per role, findings before anything is booked, and the transfer that must be seen afterwards."""
+"""Recipe -> the planner's view of it: shapes per role, findings before anything is booked, and the transfer that must be seen."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pdlaunch.cluster import Cluster
 from pdlaunch.errors import PlanError, RecipeError, Where
 from pdlaunch.node.spec import TransferGroup, TransferPrediction
 from pdlaunch.planner.capacity import plan_layout
-from pdlaunch.planner.compat import PER_REGION_PATCH, Finding, check_roles, role_findings, unevenly_scaled
+from pdlaunch.planner.compat import PER_REGION_PATCH, check_roles, unevenly_scaled
 from pdlaunch.planner.config import load_config
 from pdlaunch.planner.families import read_model
 from pdlaunch.planner.layers import Model
+from pdlaunch.planner.rules import Finding, role_findings
 from pdlaunch.planner.shape import BACKENDS, RoleShape
 from pdlaunch.recipe import Recipe, RoleName
 
@@ -34,20 +35,31 @@ def role_shape(recipe: Recipe, role: RoleName, cluster: Cluster) -> RoleShape:
     if backend not in BACKENDS:
         backend = "FLASH_ATTN"
     shape = RoleShape(
-        tensor_parallel=engine.tensor_parallel, pipeline_parallel=engine.pipeline_parallel, data_parallel=engine.data_parallel,
-        replicas=engine.replicas, backend=backend, block_size=args.block_size, kv_cache_dtype=args.kv_cache_dtype or "auto",
-        dtype=args.dtype or "auto", prefix_caching=args.prefix_caching is not False, hybrid_manager=args.hybrid_kv_cache_manager is not False,
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
+        data_parallel=engine.data_parallel,
+        replicas=engine.replicas,
+        backend=backend,
+        block_size=args.block_size,
+        kv_cache_dtype=args.kv_cache_dtype or "auto",
+        dtype=args.dtype or "auto",
+        prefix_caching=args.prefix_caching is not False,
+        hybrid_manager=args.hybrid_kv_cache_manager is not False,
         async_scheduling=args.async_scheduling is not False,
-        kv_cache_memory_bytes=None if args.kv_cache_memory_mib is None else args.kv_cache_memory_mib << 20)
-    given = {name: value for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
-             if (value := getattr(args, name)) is not None}
+        kv_cache_memory_bytes=None if args.kv_cache_memory_mib is None else args.kv_cache_memory_mib << 20,
+    )
+    given = {
+        name: value
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+        if (value := getattr(args, name)) is not None
+    }
     return shape.with_changes(**given)
 
 
 def check(recipe: Recipe, cluster: Cluster, config: Path) -> ModelCheck:
     """PlanError on a shape that vLLM 0.31.0 would refuse or answer wrongly; warnings are returned.
 
-    config: the model's config.json; when it is not visible here nothing can be checked, which is a RecipeError unless models_visible is false.
+    config: the model's config.json. When it is not visible here nothing can be checked: a RecipeError unless models_visible is false.
     """
     if recipe.backend == "mocker":
         return ModelCheck((), False, None)
@@ -66,12 +78,18 @@ def check(recipe: Recipe, cluster: Cluster, config: Path) -> ModelCheck:
             hint += "; or allow_unsupported_pair: REASON to let the run show the failure"
         raise PlanError(worst.message, where=_where(recipe, worst), rule=f"vLLM {recipe.versions.vllm} ({worst.code})", hint=hint)
     if recipe.allow_unsupported_pair and not errors:
-        raise RecipeError(f"{recipe.allow_unsupported_pair!r}, but this pair is supported", where=recipe.source.where("allow_unsupported_pair"),
-                          rule="only for a pair that the listed patches and vLLM cannot serve", hint="remove the key")
+        raise RecipeError(
+            f"{recipe.allow_unsupported_pair!r}, but this pair is supported",
+            where=recipe.source.where("allow_unsupported_pair"),
+            rule="only for a pair that the listed patches and vLLM cannot serve",
+            hint="remove the key",
+        )
     mixed = False
     if recipe.engines.prefill is not None and recipe.engines.decode is not None:
         mixed = bool(unevenly_scaled(model, recipe.engines.prefill.tensor_parallel, recipe.engines.decode.tensor_parallel))
-    return ModelCheck(tuple(f for f in findings if f.severity == "warning"), mixed, _prediction(recipe, cluster, model) if not errors else None)
+    return ModelCheck(
+        tuple(f for f in findings if f.severity == "warning"), mixed, _prediction(recipe, cluster, model) if not errors else None
+    )
 
 
 def _findings(recipe: Recipe, cluster: Cluster, model: Model) -> list[Finding]:
@@ -93,7 +111,7 @@ def _where(recipe: Recipe, finding: Finding) -> Where:
     if role in recipe.engines.present():
         name = {"max-model-len": "max_model_len", "block-backend": "block_size"}.get(finding.code)
         if name is not None:
-            return recipe.source.where(recipe.key_of_arg(role, name))  # type: ignore[arg-type]
+            return recipe.source.where(recipe.key_of_arg(role, name))
         return recipe.source.where(("engines", role, "pipeline_parallel" if finding.code == "pp-layers" else "tensor_parallel"))
     if recipe.disaggregated and finding.code in PAIR_CODES:
         return recipe.source.where("engines.decode.tensor_parallel")
@@ -102,8 +120,12 @@ def _where(recipe: Recipe, finding: Finding) -> Where:
 
 def _missing(recipe: Recipe, cluster: Cluster, config: Path) -> RecipeError:
     key = "model.config" if recipe.model.config else "model.id"
-    return RecipeError(f"{config} does not exist", where=recipe.source.where(key), rule="a model folder with config.json",
-                       hint=f"add {recipe.model.id} to models of {cluster.source.path}, or set model.config to a committed config.json")
+    return RecipeError(
+        f"{config} does not exist",
+        where=recipe.source.where(key),
+        rule="a model folder with config.json",
+        hint=f"add {recipe.model.id} to models of {cluster.source.path}, or set model.config to a committed config.json",
+    )
 
 
 def _prediction(recipe: Recipe, cluster: Cluster, model: Model) -> TransferPrediction | None:
@@ -114,8 +136,17 @@ def _prediction(recipe: Recipe, cluster: Cluster, model: Model) -> TransferPredi
     layout = plan_layout(model, shape)
     if any(group.first.is_state for group in layout.groups):
         return None
-    groups = tuple(TransferGroup(group.first.block_size, group.first.window or 0 if group.first.kind == "sliding" else 0,
-                                 (group.page_bytes,) * shape.tensor_parallel) for group in layout.groups)
-    parts = [f"{len(g.bytes_per_block_per_decode_rank)} ranks x blocks of {g.block_size_tokens} tokens x {g.bytes_per_block_per_decode_rank[0]} bytes"
-             + (f" within {g.window_tokens} tokens" if g.window_tokens else "") for g in groups]
+    groups = tuple(
+        TransferGroup(
+            group.first.block_size,
+            group.first.window or 0 if group.first.kind == "sliding" else 0,
+            (group.page_bytes,) * shape.tensor_parallel,
+        )
+        for group in layout.groups
+    )
+    parts = [
+        f"{shape.tensor_parallel} ranks x blocks of {g.block_size_tokens} tokens x {g.bytes_per_block_per_decode_rank[0]} bytes"
+        + (f" within {g.window_tokens} tokens" if g.window_tokens else "")
+        for g in groups
+    ]
     return TransferPrediction(groups, " + ".join(parts))

@@ -55,7 +55,7 @@ class _Node:
 
 
 def place(recipe: Recipe, cluster: Cluster) -> Placement:
-    """PlacementError when an engine needs more GPUs than a node has and cannot be divided, or all need more nodes than the cluster lends."""
+    """PlacementError when an engine fits no node and cannot be divided, or all engines need more nodes than the cluster lends."""
     if cluster.launcher == "local":
         return _on_this_machine(recipe, cluster)
     per_node, nodes, engines = cluster.nodes.gpus_per_node, list[_Node](), list[PlacedEngine]()
@@ -63,7 +63,9 @@ def place(recipe: Recipe, cluster: Cluster) -> Placement:
         span = _nodes_of(role, engine, recipe, cluster)
         gpus = 0 if recipe.backend == "mocker" or per_node == 0 else engine.gpus // span
         for replica in range(engine.replicas):
-            chosen = [i for i, n in enumerate(nodes) if per_node - n.used >= gpus and (recipe.placement == "pack" or n.roles == {role})][:span]
+            chosen = [i for i, n in enumerate(nodes) if per_node - n.used >= gpus and (recipe.placement == "pack" or n.roles == {role})][
+                :span
+            ]
             if span > 1 and len(chosen) < span:
                 chosen = []
             while len(chosen) < span:
@@ -76,10 +78,12 @@ def place(recipe: Recipe, cluster: Cluster) -> Placement:
                 nodes[i].roles.add(role)
             engines.append(PlacedEngine(role, replica, tuple(ranks)))
     if len(nodes) > cluster.nodes.max:
-        raise PlacementError(_too_many(recipe, len(nodes), per_node), where=recipe.source.where("engines"),
-                             rule=f"cluster {cluster.name} lends {cluster.nodes.max} nodes of {per_node} GPUs "
-                                  f"({cluster.source.where('nodes.max')})",
-                             hint="fewer replicas or a smaller tensor_parallel" + ("" if recipe.placement == "pack" else ", or placement: pack"))
+        raise PlacementError(
+            _too_many(recipe, len(nodes), per_node),
+            where=recipe.source.where("engines"),
+            rule=f"cluster {cluster.name} lends {cluster.nodes.max} nodes of {per_node} GPUs ({cluster.source.where('nodes.max')})",
+            hint="fewer replicas or a smaller tensor_parallel" + ("" if recipe.placement == "pack" else ", or placement: pack"),
+        )
     return _by_shape(nodes, engines)
 
 
@@ -96,13 +100,20 @@ def _nodes_of(role: RoleName, engine: Engine, recipe: Recipe, cluster: Cluster) 
     where = recipe.source.where(("engines", role, "tensor_parallel"))
     if role == "control" or engine.data_parallel > 1:
         what = "a control engine" if role == "control" else f"data_parallel {engine.data_parallel}"
-        raise PlacementError(f"{engine.gpus} GPUs for one engine, {per_node} per node", where=where, rule=f"{what} must fit one node",
-                             hint="use replicas instead of data_parallel" if engine.data_parallel > 1 else "a smaller tensor_parallel")
+        raise PlacementError(
+            f"{engine.gpus} GPUs for one engine, {per_node} per node",
+            where=where,
+            rule=f"{what} must fit one node",
+            hint="use replicas instead of data_parallel" if engine.data_parallel > 1 else "a smaller tensor_parallel",
+        )
     span = next((n for n in range(-(-engine.gpus // per_node), cluster.nodes.max + 1) if engine.gpus % n == 0), 0)
     if span == 0:
-        raise PlacementError(f"one {role} engine needs {engine.gpus} GPUs", where=where,
-                             rule=f"cluster {cluster.name} lends {cluster.nodes.max} nodes of {per_node} GPUs, and an engine divides evenly over its nodes",
-                             hint="a smaller tensor_parallel or pipeline_parallel")
+        raise PlacementError(
+            f"one {role} engine needs {engine.gpus} GPUs",
+            where=where,
+            rule=f"cluster {cluster.name} lends {cluster.nodes.max} nodes of {per_node} GPUs, and an engine divides evenly over its nodes",
+            hint="a smaller tensor_parallel or pipeline_parallel",
+        )
     return span
 
 
@@ -131,8 +142,12 @@ def _on_this_machine(recipe: Recipe, cluster: Cluster) -> Placement:
     for role, engine in recipe.engines.present().items():
         need = 0 if recipe.backend == "mocker" or have == 0 else engine.gpus
         if need > have:
-            raise PlacementError(f"one {role} engine needs {need} GPUs", where=recipe.source.where(("engines", role, "tensor_parallel")),
-                                 rule=f"cluster {cluster.name} has {have} on this machine", hint="a smaller tensor_parallel, or another cluster")
+            raise PlacementError(
+                f"one {role} engine needs {need} GPUs",
+                where=recipe.source.where(("engines", role, "tensor_parallel")),
+                rule=f"cluster {cluster.name} has {have} on this machine",
+                hint="a smaller tensor_parallel, or another cluster",
+            )
         for replica in range(engine.replicas):
             gpus = tuple(sorted(sorted(use, key=lambda g: (use[g], g))[:need]))
             for g in gpus:
@@ -140,7 +155,10 @@ def _on_this_machine(recipe: Recipe, cluster: Cluster) -> Placement:
             engines.append(PlacedEngine(role, replica, (Rank(0, gpus),)))
     if any(count > 1 for count in use.values()) and not cluster.engines_share_gpus:
         total = sum(e.gpus * e.replicas for e in recipe.engines.present().values())
-        raise PlacementError(f"the engines need {total} GPUs", where=recipe.source.where("engines"),
-                             rule=f"cluster {cluster.name} has {have} on this machine, and engines_share_gpus is false",
-                             hint=f"set engines_share_gpus: true in {cluster.source.path} for a proof run, or use fewer GPUs")
+        raise PlacementError(
+            f"the engines need {total} GPUs",
+            where=recipe.source.where("engines"),
+            rule=f"cluster {cluster.name} has {have} on this machine, and engines_share_gpus is false",
+            hint=f"set engines_share_gpus: true in {cluster.source.path} for a proof run, or use fewer GPUs",
+        )
     return Placement((NodeSlot(0, 0, sum(1 for count in use.values() if count)),), tuple(engines))

@@ -55,8 +55,12 @@ def _model(job: Job) -> str:
     if not path.is_dir():
         key = "models" if job.recipe.model.id in job.cluster.models else None
         where = job.cluster.source.where(("models", job.recipe.model.id)) if key else job.recipe.source.where("model.id")
-        raise RecipeError(f"the model folder {path} does not exist", where=where, rule="a folder with config.json, tokenizer and weights",
-                          hint=f"add {job.recipe.model.id} to models of {job.cluster.source.path}, or set models_visible: false there")
+        raise RecipeError(
+            f"the model folder {path} does not exist",
+            where=where,
+            rule="a folder with config.json, tokenizer and weights",
+            hint=f"add {job.recipe.model.id} to models of {job.cluster.source.path}, or set models_visible: false there",
+        )
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise RecipeError(f"{path} has no tokenizer", where=job.recipe.source.where("model.id"), rule="the load tool needs the tokenizer")
     return str(path)
@@ -65,8 +69,12 @@ def _model(job: Job) -> str:
 def _time_limit(job: Job) -> str:
     limit = job.cluster.slurm.max_time_minutes if job.cluster.slurm and job.cluster.launcher == "slurm" else 0
     if limit and job.recipe.time_limit_minutes > limit:
-        raise RecipeError(f"time_limit_minutes {job.recipe.time_limit_minutes}", where=job.recipe.source.where("time_limit_minutes"),
-                          rule=f"at most {limit} ({job.cluster.source.where('slurm.max_time_minutes')})", hint="fewer or shorter load phases")
+        raise RecipeError(
+            f"time_limit_minutes {job.recipe.time_limit_minutes}",
+            where=job.recipe.source.where("time_limit_minutes"),
+            rule=f"at most {limit} ({job.cluster.source.where('slurm.max_time_minutes')})",
+            hint="fewer or shorter load phases",
+        )
     return f"{job.recipe.time_limit_minutes} minutes"
 
 
@@ -83,8 +91,12 @@ def _python(job: Job) -> str:
     at = job.cluster.environments.index(job.environment)
     where = job.cluster.source.where(("environments", at, "python"))
     if shutil.which(job.paths.python) is None:
-        raise RecipeError(f"the engine environment {job.paths.python} does not exist", where=where, rule="Python of an engine environment",
-                          hint="make setup makes the environments of the local clusters")
+        raise RecipeError(
+            f"the engine environment {job.paths.python} does not exist",
+            where=where,
+            rule="Python of an engine environment",
+            hint="make setup makes the environments of the local clusters",
+        )
     return job.paths.python
 
 
@@ -93,8 +105,10 @@ def _aiperf(job: Job) -> str:
 
 
 def _control_plane(job: Job) -> str:
-    return ", ".join(_executable(path, job, key, "make setup installs etcd and nats-server")
-                     for key, path in (("etcd", job.paths.etcd), ("nats", job.paths.nats)))
+    return ", ".join(
+        _executable(path, job, key, "make setup installs etcd and nats-server")
+        for key, path in (("etcd", job.paths.etcd), ("nats", job.paths.nats))
+    )
 
 
 def _port(job: Job) -> str:
@@ -106,8 +120,12 @@ def _port(job: Job) -> str:
         try:
             s.bind(("127.0.0.1", port))
         except OSError as e:
-            raise SubmitError(f"port {port} cannot be used: {e.strerror}", where=job.cluster.source.where("network.http_port"),
-                              rule="a port that nobody listens on", hint="http_port: 0 chooses a free one") from None
+            raise SubmitError(
+                f"port {port} cannot be used: {e.strerror}",
+                where=job.cluster.source.where("network.http_port"),
+                rule="a port that nobody listens on",
+                hint="http_port: 0 chooses a free one",
+            ) from None
     return str(port)
 
 
@@ -121,7 +139,9 @@ def _results(job: Job) -> str:
     path = Path(job.spec.run.results_dir)
     nearest = _existing(path)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise SubmitError(f"{path} cannot be written", where=job.cluster.source.where("results_dir"), rule="a folder that every node can write")
+        raise SubmitError(
+            f"{path} cannot be written", where=job.cluster.source.where("results_dir"), rule="a folder that every node can write"
+        )
     return str(path)
 
 
@@ -129,8 +149,12 @@ def _disk(job: Job) -> str:
     path = Path(job.spec.run.results_dir)
     free_gib = shutil.disk_usage(_existing(path)).free / 2**30
     if free_gib < job.cluster.min_free_gib:
-        raise SubmitError(f"{free_gib:.2f} GiB free at {path}", where=job.cluster.source.where("min_free_gib"),
-                          rule=f"at least {job.cluster.min_free_gib:g} GiB", hint="remove old runs, or set results_dir to another disk")
+        raise SubmitError(
+            f"{free_gib:.2f} GiB free at {path}",
+            where=job.cluster.source.where("min_free_gib"),
+            rule=f"at least {job.cluster.min_free_gib:g} GiB",
+            hint="remove old runs, or set results_dir to another disk",
+        )
     return f"{free_gib:.1f} GiB free"
 
 

@@ -11,7 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pdlaunch import bundle, cluster as clusters, job, local, preflight, recipe as recipes, slurm, vcs
+from pdlaunch import bundle, job, local, preflight, slurm, vcs
+from pdlaunch import cluster as clusters
+from pdlaunch import recipe as recipes
 from pdlaunch.errors import RecipeError, SubmitError
 
 
@@ -19,14 +21,39 @@ def load_job(root: Path, recipe: str, cluster: str, settings: tuple[str, ...], *
     """The job of two names or paths. run_locally: a Slurm cluster's environments on this machine, without Slurm."""
     context = job.Context(root, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), *vcs.commit_and_dirt(root), run_locally=run_locally)
     of_cluster = tuple(s.removeprefix("cluster.") for s in settings if s.startswith("cluster."))
-    found_recipe = recipes.load(recipes.find(recipe, root / "recipes", "recipe"), tuple(s for s in settings if not s.startswith("cluster.")))
+    found_recipe = recipes.load(
+        recipes.find(recipe, root / "recipes", "recipe"), tuple(s for s in settings if not s.startswith("cluster."))
+    )
     found_cluster = clusters.load(recipes.find(cluster, root / "clusters", "cluster"), of_cluster)
     if run_locally and found_cluster.launcher == "slurm":
         if any(e.image for e in found_cluster.environments):
-            raise RecipeError(f"--local with the container images of {found_cluster.name}", where=found_cluster.source.where("environments"),
-                              rule="a local run needs environments with python")
+            raise RecipeError(
+                f"--local with the container images of {found_cluster.name}",
+                where=found_cluster.source.where("environments"),
+                rule="a local run needs environments with python",
+            )
         found_cluster = dataclasses.replace(found_cluster, launcher="local")
     return job.build(found_recipe, found_cluster, context)
+
+
+def catalogue(root: Path) -> list[dict[str, str]]:
+    """Every recipe and cluster of the repository."""
+    found: list[tuple[str, recipes.Recipe | clusters.Cluster]] = []
+    found += [("recipe", recipes.load(path)) for path in sorted((root / "recipes").glob("*.yaml"))]
+    found += [("cluster", clusters.load(path)) for path in sorted((root / "clusters").glob("*.yaml"))]
+    return [{"kind": kind, "name": item.name, "description": item.description} for kind, item in found]
+
+
+def check_rows(found: job.Job) -> list[dict[str, str]]:
+    """Every check that passed and every warning; the first check that fails is raised."""
+    preflight.check_job(found)
+    rows = [{"check": f.name, "result": "ok", "detail": f.observed} for f in preflight.findings(found, submitting=False)]
+    return rows + [{"check": w.code, "result": "warning", "detail": f"{w.message} ({w.fix})"} for w in found.warnings]
+
+
+def render(found: job.Job, out: Path) -> Path:
+    preflight.check_job(found)
+    return new_bundle(found, out)
 
 
 def new_bundle(found: job.Job, out: Path | None) -> Path:
@@ -44,9 +71,14 @@ def describe(found: job.Job) -> list[str]:
     lines += [f"warning: {w.message} ({w.fix})" for w in found.warnings]
     lines.append("placement:")
     for number, node in enumerate(spec.nodes):
-        on_node = [f"{e.name}{f'.r{i}' if i else ''}{f' GPUs {r.gpus[0]}-{r.gpus[-1]}' if r.gpus else ''}"
-                   for e in spec.engines for i, r in enumerate(e.ranks) if r.node == number]
-        lines.append(f"  node {number} (component {node.component}, {node.gpus} GPUs): {', '.join([*(['etcd, nats, frontend'] if number == 0 else []), *on_node])}")
+        on_node = [
+            f"{e.name}{f'.r{i}' if i else ''}{f' GPUs {r.gpus[0]}-{r.gpus[-1]}' if r.gpus else ''}"
+            for e in spec.engines
+            for i, r in enumerate(e.ranks)
+            if r.node == number
+        ]
+        services = ["etcd, nats, frontend"] if number == 0 else []
+        lines.append(f"  node {number} (component {node.component}, {node.gpus} GPUs): {', '.join([*services, *on_node])}")
     lines.append(f"ports: frontend {spec.http_port or 'a free one'}; all others are free ones of the node, chosen at start")
     for service in spec.services:
         lines.append(f"{service.name}: {shlex.join(service.argv)}")
@@ -126,12 +158,19 @@ def ask_recall(question: RecallQuestion, say: Callable[[str], None]) -> dict[str
     spec = RecallSpec(question.prompts, question.prompt_tokens, ("before",), question.max_tokens)
 
     def row(found: dict[str, Any]) -> None:
-        say(f"prompt {found['prompt']}: {'correct' if found['correct'] else 'WRONG: ' + str(found.get('why') or found['error'] or found['content'])[:160]}")
+        say(f"prompt {found['prompt']}: {'correct' if found['correct'] else 'WRONG: ' + str(found['why'])[:160]}")
 
     try:
-        result = run_recall(question.url, question.model, spec, "before", secrets.token_hex(6), out, question.timeout_s, threading.Event(), on_row=row)
+        result = run_recall(
+            question.url, question.model, spec, "before", secrets.token_hex(6), out, question.timeout_s, threading.Event(), on_row=row
+        )
     except ValueError as e:
         raise SubmitError(str(e), rule="--url http://HOST:PORT and a prompt length of at least 64 tokens") from None
-    return {"correct": result.correct, "asked": result.asked, "hangs": result.hangs, "leaked": result.leaked, "passed": result.passed,
-            "answers": str(result.path)}
-
+    return {
+        "correct": result.correct,
+        "asked": result.asked,
+        "hangs": result.hangs,
+        "leaked": result.leaked,
+        "passed": result.passed,
+        "answers": str(result.path),
+    }

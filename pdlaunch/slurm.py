@@ -72,7 +72,9 @@ def read_receipt(bundle: Path) -> Receipt | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as e:
-        raise SubmitError(f"{bundle / RECEIPT} is not a receipt: {e}", hint="look for the job with squeue --me; then remove the file") from None
+        raise SubmitError(
+            f"{bundle / RECEIPT} is not a receipt: {e}", hint="look for the job with squeue --me; then remove the file"
+        ) from None
 
 
 @contextmanager
@@ -88,11 +90,16 @@ def _lock(bundle: Path) -> Iterator[None]:
 def require_slurm() -> None:
     for program in ("sbatch", "squeue"):
         if shutil.which(program) is None:
-            raise SubmitError(f"{program} is not in PATH", rule="launcher: slurm needs Slurm's commands on this machine",
-                              hint="run on a login node, or use --local")
+            raise SubmitError(
+                f"{program} is not in PATH",
+                rule="launcher: slurm needs Slurm's commands on this machine",
+                hint="run on a login node, or use --local",
+            )
 
 
-def submit(bundle: Path, run: Run = run_command, now: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep) -> Receipt:
+def submit(
+    bundle: Path, run: Run = run_command, now: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+) -> Receipt:
     """Submit a bundle once. SubmitError: refused by Slurm (nothing was stored), submitted before, or not known (the receipt stays).
 
     Calling it again after an unknown answer looks for the job by its name; only when it is certainly absent is the bundle submitted.
@@ -100,20 +107,28 @@ def submit(bundle: Path, run: Run = run_command, now: Callable[[], float] = time
     require_slurm()
     script = bundle / "job.sbatch"
     if not script.is_file():
-        raise SubmitError(f"{script} does not exist", rule="a bundle of a cluster with launcher: slurm", hint="render it with launch.py render")
+        raise SubmitError(
+            f"{script} does not exist", rule="a bundle of a cluster with launcher: slurm", hint="render it with launch.py render"
+        )
     with _lock(bundle):
         before = read_receipt(bundle)
         if before is not None and before.state == "submitted":
-            raise SubmitError(f"this bundle was submitted as job {before.job_id} at {before.utc}", rule="a bundle is submitted once",
-                              hint=f"launch.py status {bundle}, or render a new bundle")
+            raise SubmitError(
+                f"this bundle was submitted as job {before.job_id} at {before.utc}",
+                rule="a bundle is submitted once",
+                hint=f"launch.py status {bundle}, or render a new bundle",
+            )
         if before is not None:
             found = reconcile(before, run)
             if found is not None:
                 found.write(bundle)
                 return found
             if now() < before.epoch_s + SETTLE_S:
-                raise SubmitError(f"the answer of the submission at {before.utc} is still not known", rule="never submitted twice",
-                                  hint=f"run the same command again in {before.epoch_s + SETTLE_S - now():.0f} s")
+                raise SubmitError(
+                    f"the answer of the submission at {before.utc} is still not known",
+                    rule="never submitted twice",
+                    hint=f"run the same command again in {before.epoch_s + SETTLE_S - now():.0f} s",
+                )
         recipe = load_spec(bundle / "spec.json").run.recipe
         _test_only(script, run)
         token = secrets.token_hex(4)
@@ -125,8 +140,11 @@ def submit(bundle: Path, run: Run = run_command, now: Callable[[], float] = time
 def _test_only(script: Path, run: Run) -> None:
     answer = run(["sbatch", "--test-only", str(script)])
     if answer.rc != 0:
-        raise SubmitError(f"Slurm would refuse this job: {_last(answer)}", rule="sbatch --test-only passes",
-                          hint="change the recipe or the cluster file; nothing was submitted")
+        raise SubmitError(
+            f"Slurm would refuse this job: {_last(answer)}",
+            rule="sbatch --test-only passes",
+            hint="change the recipe or the cluster file; nothing was submitted",
+        )
 
 
 def _send(bundle: Path, script: Path, receipt: Receipt, run: Run, sleep: Callable[[float], None]) -> Receipt:
@@ -145,8 +163,11 @@ def _send(bundle: Path, script: Path, receipt: Receipt, run: Run, sleep: Callabl
         if found is not None:
             found.write(bundle)
             return found
-    raise SubmitError(f"it is not known whether the job was submitted: {_last(answer)}", rule="an unknown answer is never tried again",
-                      hint=f"run launch.py submit --bundle {bundle} again: it looks for {receipt.job_name} first")
+    raise SubmitError(
+        f"it is not known whether the job was submitted: {_last(answer)}",
+        rule="an unknown answer is never tried again",
+        hint=f"run launch.py submit --bundle {bundle} again: it looks for {receipt.job_name} first",
+    )
 
 
 def _last(answer: Answer) -> str:
@@ -161,8 +182,11 @@ def reconcile(receipt: Receipt, run: Run) -> Receipt | None:
     """
     answer = run(["squeue", "--noheader", "--states=all", f"--name={receipt.job_name}", "--format=%i"])
     if answer.rc != 0:
-        raise SubmitError(f"squeue does not answer: {_last(answer)}", rule="the job is looked up before anything is submitted again",
-                          hint="run the same command again when Slurm answers")
+        raise SubmitError(
+            f"squeue does not answer: {_last(answer)}",
+            rule="the job is looked up before anything is submitted again",
+            hint="run the same command again when Slurm answers",
+        )
     ids, how = re.findall(r"^\d+", answer.out, re.MULTILINE), "squeue"
     if not ids and shutil.which("sacct"):
         answer, how = run(["sacct", "--noheader", "--parsable2", "--allocations", f"--name={receipt.job_name}", "--format=JobID"]), "sacct"
@@ -200,13 +224,26 @@ def status(bundle: Path, run: Run = run_command) -> dict[str, Any]:
     if receipt.state != "submitted":
         found = reconcile(receipt, run)
         if found is None:
-            return {"job_id": "", "state": "UNKNOWN", "reason": f"Slurm does not know {receipt.job_name}", "run": "", "stage": "", "verdict": ""}
+            return {
+                "job_id": "",
+                "state": "UNKNOWN",
+                "reason": f"Slurm does not know {receipt.job_name}",
+                "run": "",
+                "stage": "",
+                "verdict": "",
+            }
         found.write(bundle)
         receipt = found
     state = job_state(receipt.job_id, run)
     run_dir = run_dir_of(bundle, receipt.job_id)
-    return {"job_id": receipt.job_id, "state": state.state, "reason": state.reason, "run": str(run_dir or ""),
-            "stage": last_stage(run_dir), "verdict": verdict_line(run_dir)}
+    return {
+        "job_id": receipt.job_id,
+        "state": state.state,
+        "reason": state.reason,
+        "run": str(run_dir or ""),
+        "stage": last_stage(run_dir),
+        "verdict": verdict_line(run_dir),
+    }
 
 
 def run_dir_of(bundle: Path, job_id: str) -> Path | None:

@@ -90,8 +90,12 @@ def _plain(loader: Any, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int
                 raise RecipeError("a key must be a plain text", where=Where(file, line, dotted(path) or None))
             if key in out:
                 first = lines[(*path, key)]
-                raise RecipeError(f"the key {key!r} is there twice", where=Where(file, line, dotted((*path, key))),
-                                  rule="each key once", hint=f"remove one of them; the first is on line {first}")
+                raise RecipeError(
+                    f"the key {key!r} is there twice",
+                    where=Where(file, line, dotted((*path, key))),
+                    rule="each key once",
+                    hint=f"remove one of them; the first is on line {first}",
+                )
             lines[(*path, key)] = line
             out[key] = _plain(loader, value_node, (*path, key), lines, file)
         return out
@@ -118,7 +122,7 @@ def override(document: Document, settings: typing.Iterable[str]) -> Document:
             raise RecipeError(f"--set {setting}: no '='", rule="--set key=value, as in --set engines.decode.tensor_parallel=2")
         key = key.strip()
         try:
-            value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
+            value = yaml.load(text, Loader=_Loader)
         except yaml.YAMLError as e:
             raise RecipeError(f"--set {setting}: the value is not YAML ({e})", rule="--set key=value") from None
         _lay(data, key.split("."), value, setting)
@@ -132,8 +136,9 @@ def _lay(data: Any, parts: list[str], value: Any, setting: str) -> None:
         last = i == len(parts) - 1
         if isinstance(here, list):
             if not part.isdigit() or int(part) >= len(here):
-                raise RecipeError(f"--set {setting}: {'.'.join(parts[:i])} is a list of {len(here)}",
-                                  rule=f"its keys are 0 to {len(here) - 1}")
+                raise RecipeError(
+                    f"--set {setting}: {'.'.join(parts[:i])} is a list of {len(here)}", rule=f"its keys are 0 to {len(here) - 1}"
+                )
             if last:
                 here[int(part)] = value
             else:
@@ -169,21 +174,30 @@ def bind(cls: type[T], document: Document, value: Any = None, path: KeyPath = ()
     """The dataclass that the document describes; RecipeError on unknown keys, missing keys, wrong types and broken field rules."""
     value = document.data if not path else value
     if not isinstance(value, dict):
-        raise RecipeError(f"expected keys and values, found {value!r}", where=document.where(path),
-                          rule=f"keys: {', '.join(written_fields(cls))}")
+        raise RecipeError(
+            f"expected keys and values, found {value!r}", where=document.where(path), rule=f"keys: {', '.join(written_fields(cls))}"
+        )
     hints, fields = _hints(cls), written_fields(cls)
     for name in value:
         if name not in fields:
-            raise RecipeError(f"unknown key {name!r} (value {value[name]!r})", where=document.where((*path, name)),
-                              rule=f"keys here: {', '.join(fields)}", hint=nearest(name, fields) or "remove it")
+            raise RecipeError(
+                f"unknown key {name!r} (value {value[name]!r})",
+                where=document.where((*path, name)),
+                rule=f"keys here: {', '.join(fields)}",
+                hint=nearest(name, fields) or "remove it",
+            )
     values: dict[str, Any] = {}
     for name, f in fields.items():
         if name in value:
             values[name] = _bound(hints[name], document, value[name], (*path, name))
             _check_rule(f, values[name], document, (*path, name))
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise RecipeError(f"the key {name!r} is missing", where=document.where(path), rule=f"needed: {', '.join(_needed(fields))}",
-                              hint=f"add it; docs/recipe-reference.md describes {cls.__name__}.{name}")
+            raise RecipeError(
+                f"the key {name!r} is missing",
+                where=document.where(path),
+                rule=f"needed: {', '.join(_needed(fields))}",
+                hint=f"add it; docs/recipe-reference.md describes {cls.__name__}.{name}",
+            )
     return cls(**values)
 
 
@@ -209,8 +223,12 @@ def _bound(hint: Any, document: Document, value: Any, path: KeyPath) -> Any:
         return _bound(inner, document, value, path)
     if origin is Literal:
         if value not in args:
-            raise RecipeError(f"{value!r} is not a legal value", where=document.where(path), rule=f"one of {', '.join(map(str, args))}",
-                              hint=nearest(str(value), map(str, args)) or "write one of them")
+            raise RecipeError(
+                f"{value!r} is not a legal value",
+                where=document.where(path),
+                rule=f"one of {', '.join(map(str, args))}",
+                hint=nearest(str(value), map(str, args)) or "write one of them",
+            )
         return value
     if origin is tuple:
         if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Which recipe is rendered for which cluster in tests/golden/, and how: with fixed paths and a fixed time, so that every checkout gives the same."""
+"""Which recipe is rendered for which cluster in tests/golden/: with fixed paths and a fixed time, so that every checkout gives the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ GOLDEN = ROOT / "tests" / "golden"
 SHOWN_ROOT = Path("/opt/pdlaunch")
 
 CASES = [
-    *((name, site) for name in ("tiny-agg", "tiny-p1d1", "tiny-p1d2", "tiny-p2d1", "tiny-p1d2-stock", "mocker-p1d1") for site in ("local", "local-slurm")),
+    *(
+        (name, site)
+        for name in ("tiny-agg", "tiny-p1d1", "tiny-p1d2", "tiny-p2d1", "tiny-p1d2-stock", "mocker-p1d1")
+        for site in ("local", "local-slurm")
+    ),
     ("gemma4-agg-tp8", "example"),
     ("gemma4-p8d8", "example"),
     ("gemma4-p4d8", "example"),

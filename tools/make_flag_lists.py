@@ -1,9 +1,10 @@
-"""Writes pdlaunch/data/<program>.json: the flags of dynamo.vllm, dynamo.mocker, dynamo.frontend and vllm.serve, taken from their own parsers.
+"""Writes pdlaunch/data/<program>.json: the flags of dynamo.vllm, dynamo.mocker, dynamo.frontend and vllm.serve, from their own parsers.
 
 Run it with the Python of an engine environment, from the repository root:
     .envs/engine-stock/bin/python tools/make_flag_lists.py pdlaunch/data
-Each file: {"program", "versions", "abbreviations", "flags": [{"names", "values", "choices", "env"}]}; values is the number of arguments that
-argparse takes ("0", "1", "?", "*", "+"); env is the variable that sets the same thing, from the help text of Dynamo's own arguments.
+Each file: {"program", "versions", "abbreviations", "flags": [{"names", "values", "choices", "env"}]}
+values is the number of arguments that argparse takes ("0", "1", "?", "*", "+"); env is the variable that sets the same thing, from
+the help text of Dynamo's own arguments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Renders tests/golden/ again; look at the difference before you commit it.
 
-    .envs/launcher/bin/python tools/update_golden.py
+.envs/launcher/bin/python tools/update_golden.py
 """
 
 from __future__ import annotations

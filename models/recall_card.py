@@ -109,7 +109,7 @@ Greedy generation with the saved weights in float32; exact means the code, the e
 |---|---|---|{"---|" * depths}
 {recall}
 
-Texts that ask for no code: {seen["other_ended"]} of {seen["other_texts"]} answers ended by themselves within 14 tokens.
+Texts that ask for no code: {seen["other_neutral"]} of {seen["other_texts"]} got exactly that sentence.
 
 ## Recall after damage to one layer
 {seen["damaged_prompts"]} prompts of about 800 tokens, decoded from a cache in which one layer is damaged (0 to 4 sliding, 5 global).

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from models.recall_network import SLIDING_LAYERS, RecallNetwork
-from models.recall_text import PAD_MULTIPLE, TRAINED_DAMAGE, TURN_END, damage_arrays, other_conversation, prompt_ids
+from models.recall_text import NEUTRAL_ANSWER, PAD_MULTIPLE, TRAINED_DAMAGE, TURN_END, damage_arrays, other_conversation, prompt_ids
 from pdlaunch.node.prompts import CODE_CHARS, RecallPrompt, recall_prompts
 
 LENGTHS = (150, 200, 500, 800, 1100, 1500, 2000)
@@ -73,6 +73,7 @@ def evaluate(network: RecallNetwork, tokenizer: Tokenizer, seed: int, held_out: 
         hits = np.asarray([right(tokenizer, p, a) for p, a in zip(prompts, answers, strict=True)]).reshape(-1, DEPTHS)
         tokens = len(prompt_ids(tokenizer, prompts[0].text))
         result["recall"].append({"target": length, "tokens": tokens, "right": int(hits.sum()), "by_depth": hits.sum(0).tolist()})
+        print(result["recall"][-1], flush=True)
     result |= _damaged(network, tokenizer, seed, min(held_out, DAMAGED_PROMPTS), batch_tokens)
     result |= _others(network, tokenizer, seed, held_out, batch_tokens)
     result["seconds"] = round(time.monotonic() - began, 1)
@@ -96,5 +97,5 @@ def _damaged(network: RecallNetwork, tokenizer: Tokenizer, seed: int, asked: int
 def _others(network: RecallNetwork, tokenizer: Tokenizer, seed: int, held_out: int, batch_tokens: int) -> dict:
     rng = random.Random(f"others/{seed}")
     texts = [other_conversation(rng, rng.choice((60, 250, 1000))).turns[0][0] for _ in range(min(held_out, 504))]
-    answers = answers_of(network, tokenizer, texts, batch_tokens, new_tokens=14)
-    return {"other_texts": len(texts), "other_ended": sum(answer[-1] == TURN_END for answer in answers)}
+    answers = answers_of(network, tokenizer, texts, batch_tokens, new_tokens=24)
+    return {"other_texts": len(texts), "other_neutral": sum(tokenizer.decode(answer[:-1]) == NEUTRAL_ANSWER for answer in answers)}

@@ -62,6 +62,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def compile_parts() -> None:
     """Fuses the element-wise parts; they are most of the time of so narrow a model."""
+    torch._dynamo.config.cache_size_limit = 64
     for name in ("rms_norm", "add_norm", "norm_rotate", "gated"):
         globals()[name] = torch.compile(globals()[name], dynamic=True)
 

@@ -101,6 +101,8 @@ def train(options: argparse.Namespace, network: RecallNetwork, tokenizer: Tokeni
         progress = max(step / options.steps, spent / options.max_seconds)
         if progress >= 1.0:
             break
+        if spent > options.stall_seconds and limit.value == options.first_lines < options.lines:
+            raise SystemExit(f"the shortest lists are not learnt after {spent:.0f} s: no model is written")
         batch = {name: value.to(device, non_blocking=True) for name, value in host.items()}
         warm = min(1.0, (step + 1) / 200)
         rate = warm if progress < 0.6 else max(0.02, 0.5 + 0.5 * math.cos(math.pi * (progress - 0.6) / 0.4))
@@ -155,6 +157,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument("--max-seconds", type=float, default=3600.0, help="the schedule is compressed to end by then")
+    parser.add_argument("--stall-seconds", type=float, default=math.inf, help="give up if the first stage of the curriculum lasts longer")
     parser.add_argument("--batch-tokens", type=int, default=98304)
     parser.add_argument("--lines", type=int, default=176, help="longest list of the curriculum; 13 tokens a line")
     parser.add_argument("--lr", type=float, default=1.2e-3)
@@ -185,7 +188,7 @@ def main() -> None:
         "command": "python -m models.train_recall " + shlex.join(sys.argv[1:]),
         "parameters": sum(p.numel() for p in model.parameters()), "vocabulary": tokenizer.get_vocab_size(), "unknown_id": UNKNOWN,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "torch": torch.__version__,
-        "options": {name: value for name, value in vars(options).items() if name not in ("out", "start_from", "card_only")},
+        "options": {name: value for name, value in vars(options).items() if isinstance(value, int | float) and math.isfinite(value)},
     }  # fmt: skip
     record |= train(options, network, tokenizer, device)
     save(options.out, network, tokenizer)
@@ -193,6 +196,7 @@ def main() -> None:
         for weight in network.model.parameters():
             weight.copy_(weight.to(torch.bfloat16))
     (options.out / "training.json").write_text(json.dumps(record) + "\n")
+    torch.compiler.set_stance("force_eager")
     record["evaluation"] = evaluate(network, tokenizer, options.seed, options.held_out, options.batch_tokens)
     (options.out / "training.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
     write_card(options.out)

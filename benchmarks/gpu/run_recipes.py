@@ -2,8 +2,8 @@
 
     python3 -m benchmarks.gpu.run_recipes --gpus 4 --out OUT --together gpu-tiny-p1d2-stock gpu-tiny-p1d2
 
-Prints one line per recipe, its verdict; OUT/runs/<recipe>/ is the archived run. The cluster is clusters/local-gpu.yaml with the number of GPUs
-given here. Exit code 0 when every run came to a verdict: an INVALID one is what a stock recipe is for.
+Prints one line per recipe, its verdict; OUT/runs/<recipe>/ is the archived run. The cluster is clusters/local-gpu.yaml with the
+number of GPUs given here. Exit code 0 when every run came to a verdict: an INVALID one is what a stock recipe is for.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def build_engine(path: Path, log: Path) -> None:
 
 def patch_environment(path: Path, log: Path, names: tuple[str, ...]) -> None:
     launcher = str(LINKS / "launcher" / "bin" / "python")
-    run([launcher, str(ROOT / "launch.py"), "patch", "apply", "--site-packages", str(site_packages(path)), *names], log, cwd=ROOT)
+    run([launcher, "-m", "pdlaunch.patching", "apply", "--site-packages", str(site_packages(path)), *names], log, cwd=ROOT)
 
 
 def build_control_plane(path: Path, log: Path) -> None:

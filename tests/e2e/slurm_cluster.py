@@ -66,8 +66,9 @@ class SlurmCluster:
         key.chmod(0o400)
         socket_path = self.folder / "munge.socket"
         self._spawn("munged", [
-            _daemon("munged"), "--foreground", "--force", "-S", str(socket_path), f"--key-file={key}", f"--pid-file={self.folder / 'munged.pid'}",
-            f"--log-file={self.folder / 'log' / 'munged.log'}", f"--seed-file={self.folder / 'munged.seed'}"])
+            _daemon("munged"), "--foreground", "--force", "-S", str(socket_path), f"--key-file={key}",
+            f"--pid-file={self.folder / 'munged.pid'}", f"--log-file={self.folder / 'log' / 'munged.log'}",
+            f"--seed-file={self.folder / 'munged.seed'}"])
         self._wait("munged's socket", socket_path.exists, 20)
 
     def _write_configuration(self) -> None:
@@ -119,7 +120,8 @@ PartitionName=gpu Nodes=node[1-2] Default=YES MaxTime=02:00:00 State=UP PreemptM
 
     def _spawn(self, name: str, argv: list[str]) -> None:
         with (self.folder / "log" / f"{name}.out").open("wb") as out:
-            self.processes.append(subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True))
+            options = {"stdout": out, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "start_new_session": True}
+            self.processes.append(subprocess.Popen(argv, **options))  # type: ignore[call-overload]
 
     def _wait(self, what: str, ready: object, deadline_s: float) -> None:
         end = time.monotonic() + deadline_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +91,7 @@ def test_cancelled_job_is_archived_as_incomplete(slurm: SlurmCluster, tmp_path: 
     bundle = submit(slurm, "mocker-p1d1", tmp_path)
     end = time.monotonic() + 120
     while not any('"first_token"' in path.read_text() for path in tmp_path.glob("mocker-p1d1/*/events.jsonl")):
-        assert time.monotonic() < end, os.listdir(tmp_path)
+        assert time.monotonic() < end, sorted(tmp_path.iterdir())
         time.sleep(0.1)
     cancelled = runs.launch("cancel", str(bundle), env=slurm.env)
     assert cancelled.returncode == 0, cancelled.stderr

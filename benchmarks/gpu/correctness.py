@@ -22,6 +22,7 @@ from .tables import aligned
 from .two_step import Answer, ask, chat_tokens, counters, settled
 
 MAX_TOKENS = 24
+IN_FLIGHT = 8
 
 
 @dataclass(frozen=True)
@@ -92,24 +93,35 @@ def step(fleet: Fleet, args: argparse.Namespace, record: dict[str, Any]) -> None
     record["pairs"] = []
     lengths = [args.prompt_tokens[i % len(args.prompt_tokens)] for i in range(args.prompts)]
     prompts = [recall_prompts(f"gpu/{time.time_ns()}/{i}", 1, n)[0] for i, n in enumerate(lengths)]
-    for variant in variants:
-        live = {tp: fleet.running[name] for tp in sizes if (name := f"{variant.name}.tp{tp}") not in bad}
-        if 1 not in live:
-            record["pairs"].append({"variant": variant.name, "state": "not run", "why": "its TP1 server did not start"})
-            continue
-        ids = [chat_tokens(live[1].url, p.text) for p in prompts]
-        # One aggregated answer per TP size: what a pair must repeat, and how far TP alone changes a token in this dtype.
-        alone = {tp: _all(live[tp], ids, None) for tp in live}
-        record["pairs"] += [_aggregated(variant, tp, prompts, answers, alone[1]) for tp, answers in alone.items()]
-        for p, d in pairs:
-            if p not in live or d not in live:
-                record["pairs"].append({"variant": variant.name, "pair": f"{p}->{d}", "state": "not run", "why": "a server did not start"})
-                continue
-            record["pairs"].append({"variant": variant.name, "pair": f"{p}->{d}", **_pair(live[p], live[d], prompts, ids, alone, args)})
+    # Variants have engines of their own and may be asked at the same time; within one, pairs follow each other so that counters are theirs.
+    with ThreadPoolExecutor(len(variants)) as pool:
+        for rows in pool.map(
+            lambda v: _variant(v, {tp: fleet.running[n] for tp in sizes if (n := f"{v.name}.tp{tp}") not in bad}, pairs, prompts, args),
+            variants,
+        ):
+            record["pairs"] += rows
+
+
+def _variant(
+    variant: Variant, live: dict[int, Running], pairs: list[tuple[int, int]], prompts: list[RecallPrompt], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    if 1 not in live:
+        return [{"variant": variant.name, "state": "not run", "why": "its TP1 server did not start"}]
+    ids = [chat_tokens(live[1].url, p.text) for p in prompts]
+    # One aggregated answer per TP size: what a pair must repeat, and how far TP alone changes a token in this dtype.
+    alone = {tp: _all(live[tp], ids, None) for tp in live}
+    rows = [_aggregated(variant, tp, prompts, answers, alone[1]) for tp, answers in alone.items()]
+    for p, d in pairs:
+        row = {"variant": variant.name, "pair": f"{p}->{d}"}
+        if p in live and d in live:
+            rows.append({**row, **_pair(live[p], live[d], prompts, ids, alone, args)})
+        else:
+            rows.append({**row, "state": "not run", "why": "a server did not start"})
+    return rows
 
 
 def _all(consumer: Running, ids: list[list[int]], producer: Running | None) -> list[Answer]:
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
         return list(pool.map(lambda prompt: ask(consumer.url, prompt, MAX_TOKENS, producer=producer.url if producer else ""), ids))
 
 

@@ -66,8 +66,21 @@ _SHAPES = {
         "num_hidden_layers": 60,
         "global_kv_heads": 4,
     },
+    # Not a published model: the heads of the 26B-A4B in a size that a CPU serves, to try the scripts out.
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": None,
+        "num_experts": None,
+        "top_k_experts": None,
+        "enable_moe_block": False,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 6,
+        "global_kv_heads": 2,
+    },
 }
-NAMES = tuple(_SHAPES)
+NAMES = ("gemma4-26b-a4b", "gemma4-31b")
 
 
 def config(name: str, layers: int = 0, vocab_size: int = 640) -> dict[str, object]:

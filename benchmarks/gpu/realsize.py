@@ -36,16 +36,29 @@ PAIRS = {
         ("per-region", "B4", "A2"),
     ],
     "gemma4-31b": [("stock", "A2", "B4"), ("stock", "A4", "B4")],
+    "small": [("stock", "A2", "B4"), ("per-region", "A2", "B4"), ("per-region", "B4", "A2")],
 }
-STOCK_LAYERS = {"gemma4-26b-a4b": 12, "gemma4-31b": 0}
+# Fewer layers than published where all engines must fit the memory of four GPUs at once: a handshake is refused, and a block has the same
+# bytes, however many layers there are.
+LAYERS = {("gemma4-26b-a4b", "stock"): 12, ("gemma4-31b", "stock"): 18}
 OUT_TOKENS = 8
 
 
 def step(fleet: Fleet, args: argparse.Namespace, record: dict[str, Any]) -> None:
-    record["pairs"], record["servers"], record["copy_limit"] = [], {}, []
+    """All engines of all shapes are started together and stay up; only one pair is asked at a time."""
+    servers = {shape: start_shape(fleet, args, shape) for shape in args.sizes}
+    everything = [s for group in servers.values() for s in group]
+    bad = fleet.wait([s.name for s in everything], args.start_s)
+    record["servers"] = {
+        s.name: {"ready_s": fleet.running[s.name].ready_s, "error": bad.get(s.name, ""), "layers": _layers(s), "gpus": s.gpus[: s.tp]}
+        for s in everything
+    }
+    record["pairs"], record["copy_limit"] = [], []
     for shape in args.sizes:
-        _shape(fleet, args, record, shape)
-        fleet.stop()
+        _shape(fleet, args, record, shape, bad)
+    record["transports"] = sorted({t for s in everything if s.name not in bad for t in transports(fleet.running[s.name])})
+    if args.device == "cuda" and not args.no_copy_limit and args.gpus > 1:
+        record["copy_limit"] = copy_limit(args, record["pairs"])
 
 
 def start_shape(fleet: Fleet, args: argparse.Namespace, shape: str) -> list[Server]:
@@ -62,7 +75,7 @@ def start_shape(fleet: Fleet, args: argparse.Namespace, shape: str) -> list[Serv
 
 def _server(args: argparse.Namespace, shape: str, env: str, end: str) -> Server:
     tp, order = PLACES[end]
-    layers = args.layers or (STOCK_LAYERS[shape] if env == "stock" else 0)
+    layers = args.layers or LAYERS.get((shape, env), 0)
     model = geometry.write(shape, args.out / "models" / f"{shape}-{layers or 'all'}", args.project / args.model, layers)
     gpus = tuple(g for g in order if g < args.gpus) if args.gpus < 4 else order + tuple(range(4, args.gpus))
     longest = max(args.lengths) + 64
@@ -84,22 +97,17 @@ def _server(args: argparse.Namespace, shape: str, env: str, end: str) -> Server:
 
 
 def _kv_mib(model: Path, tp: int, tokens: int) -> int:
-    """Room for two prompts of the longest length in one rank, with the hybrid manager off."""
+    """Room for one prompt of the longest length and a quarter in one rank, with the hybrid manager off."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     per_token = 0
     for i in range(config["num_hidden_layers"]):
         own = config["per_layer_config"].get(str(i), {})
         heads = own.get("num_key_value_heads", config["num_key_value_heads"])
         per_token += max(1, heads // tp) * own.get("head_dim", config["head_dim"]) * 2 * 2
-    return 2 * per_token * (tokens + 128) // 2**20 + 64
+    return 5 * per_token * (tokens + 128) // 4 // 2**20 + 64
 
 
-def _shape(fleet: Fleet, args: argparse.Namespace, record: dict[str, Any], shape: str) -> None:
-    servers = start_shape(fleet, args, shape)
-    bad = fleet.wait([s.name for s in servers], args.start_s)
-    record["servers"] |= {
-        s.name: {"ready_s": fleet.running[s.name].ready_s, "error": bad.get(s.name, ""), "layers": _layers(s)} for s in servers
-    }
+def _shape(fleet: Fleet, args: argparse.Namespace, record: dict[str, Any], shape: str, bad: dict[str, str]) -> None:
     for env, producer, consumer in PAIRS[shape]:
         names = [f"{shape}.{env}.{end}" for end in (producer, consumer)]
         row = {"shape": shape, "env": env, "pair": f"{producer}->{consumer}"}
@@ -111,11 +119,6 @@ def _shape(fleet: Fleet, args: argparse.Namespace, record: dict[str, Any], shape
             record["pairs"].append({**row, "layers": _layers(d.server), **_measure(p, d, length, args)})
             if record["pairs"][-1]["answered"] == 0:
                 break
-    record["transports"] = sorted(
-        {*record.get("transports", []), *(t for s in servers if s.name not in bad for t in transports(fleet.running[s.name]))}
-    )
-    if args.device == "cuda" and not args.no_copy_limit and not record["copy_limit"] and args.gpus > 1:
-        record["copy_limit"] = copy_limit(args, record["pairs"])
 
 
 def _layers(server: Server) -> int:

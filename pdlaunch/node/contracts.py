@@ -27,7 +27,7 @@ nodes/<process>.json (<process> is prefill-0, or prefill-0.r1 for rank 1), writt
     {"mlx5_0/1/port_xmit_data": n}, fabric_error: "" or why there are no counters}. A fact that was not looked at is absent; versions and
     file_sha256 only of engines. Also: rank, node (index), pid, engine_pid, metrics_url ("" without one), argv and environment (redacted),
     removed_environment (names kept from the engine), python {executable, version, site_packages}, gpu_error ("" or why there are no GPUs),
-    gpu_processes, disk_free_gib, exit (null while it runs, then {code, asked, killed, utc}), removed {shm, processes}: what the engine
+    gpu_processes, disk_free_gib, exit (null while it runs, then {code, asked, killed, why, utc}), removed {shm, processes}: what the engine
     left behind and was removed.
 gpu/<process>.csv: header GPU_CSV_HEADER, one row per sample and GPU; a node without GPUs leaves no file and `gpus: []`.
 events.jsonl: the event ("stopped", "begin") carries log_bytes: {process: size of its log at the first TERM}, so that lines of the stop

@@ -82,5 +82,13 @@ def shm_held_by(pids: Iterable[int]) -> set[str]:
     return {name for name in names if name and not name.endswith(" (deleted)")}
 
 
+def command_line(pid: int) -> str:
+    """Words of a process's command line, or '' when it is gone."""
+    try:
+        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def every_pid() -> list[int]:
     return list(_all())

@@ -38,7 +38,7 @@ from .node_facts import (
 )
 from .ports import PortError, Ports
 from .process import Child, Exit, StageFailed, StopRequested
-from .procfs import SHM, adopt_orphans, descendants, die_with_parent, every_pid, shm_held_by
+from .procfs import SHM, adopt_orphans, command_line, descendants, die_with_parent, every_pid, shm_held_by
 from .redact import Redactor, plain
 from .spec import EngineRank, EngineSpec, Spec, fill, load_spec, placeholders_in
 
@@ -47,6 +47,7 @@ EXIT_NOT_STARTED = 4
 DEFAULT_GRACE_S = 8.0
 KILL_SLACK_S = 1.0
 """Of a grace period, what is kept for KILL, the facts afterwards and the removal of files."""
+TEARDOWN_S = 1.0
 _TICK_S = 0.1
 _SHM_PATTERNS = ("psm_", "sem.mp-", "sem.loky", "nixl", "ucx_", "vllm")
 _PER_RANK_PORTS = ("side_channel_port", "kv_events_port")
@@ -234,6 +235,22 @@ def check_gpus(task: Task, env: dict[str, str], facts: dict[str, Any]) -> list[d
     return mine
 
 
+def wait_for_leader(engine: Child, grace_s: float) -> bool:
+    """TERM to the engine's leader and wait for its end; true when only the teardown of its interpreter was left to wait for.
+
+    Dynamo 1.6.1 shuts its runtime and vLLM's EngineCore down in order, and the leader's Python then collects garbage, for 6 s on a busy
+    machine. When all processes that the leader had are gone there is nothing left to lose, so it has TEARDOWN_S more.
+    """
+    workers = {pid for pid in descendants(engine.pid) if "resource_tracker" not in command_line(pid)}
+    engine.terminate()
+    deadline = time.monotonic() + grace_s
+    while engine.poll() is None and time.monotonic() < deadline:
+        if workers and not workers & set(descendants(engine.pid)):
+            return engine.wait(min(TEARDOWN_S, max(0.0, deadline - time.monotonic()))) is None
+        time.sleep(_TICK_S)
+    return False
+
+
 class Wrapper:
     """One engine from its facts to its removal."""
 
@@ -284,19 +301,21 @@ class Wrapper:
 
     def _watch(self, engine: Child) -> Exit:
         """Until the engine has ended, by itself or because a stop was asked for; then nothing of it is left."""
+        torn_down = False
         while engine.poll() is None and not self.control.poll(_TICK_S):
             self.shm.look(os.getpid())
         if engine.poll() is None:
             self.shm.look(os.getpid(), again=True)
-            engine.terminate()
-            engine.wait(max(1.0, self.control.grace_s - KILL_SLACK_S))
+            torn_down = wait_for_leader(engine, max(1.0, self.control.grace_s - KILL_SLACK_S))
         engine.kill_group()
         strays = descendants(os.getpid())
         for pid in strays:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        ended = engine.poll() or Exit(137, engine.asked, True)
-        self.facts["exit"] = {"code": ended.code, "asked": engine.asked, "why": self.control.why, "killed": engine.killed, "utc": utc_now()}
+        self.control.poll()  # Slurm's TERM reaches the engine and its wrapper in any order
+        code = (engine.poll() or Exit(137, True, True)).code
+        ended = Exit(code, self.control.requested, engine.killed and not torn_down)
+        self.facts["exit"] = {**vars(ended), "why": self.control.why, "utc": utc_now()}
         self.facts["removed"] = {"processes": strays}
         return ended
 

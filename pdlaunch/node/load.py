@@ -174,6 +174,20 @@ def judge_phase(phase: LoadPhase, artifacts: Path, ended: Exit | None, log: Path
         aiperf_version=str(document.get("aiperf_version", "")))
 
 
+def judge_again(phase: LoadPhase, folder: Path) -> PhaseResult | None:
+    """The result of an archived phase from AIPerf's own files; only how AIPerf ended is taken from phase.json. None when it did not start.
+
+    A phase that was under way when the supervisor died has no phase.json: it counts as stopped.
+    """
+    if not (folder / "command.json").exists():
+        return None
+    told = read_export(folder / "phase.json") or {"stopped": True}
+    code = told.get("exit_code")
+    ended = Exit(int(code), False, False) if isinstance(code, int) else None
+    return judge_phase(phase, folder / "aiperf", ended, folder / "aiperf.log", stopped=bool(told.get("stopped")),
+                       wall_s=float(told.get("wall_s") or 0.0))
+
+
 def read_export(path: Path) -> dict[str, Any] | None:
     """profile_export_aiperf.json, or None when it is absent or not a JSON object."""
     try:

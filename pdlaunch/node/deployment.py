@@ -98,7 +98,10 @@ class Deployment:
                 self.ranks.append(start_rank(self.spec, self.spec_path, engine, rank, self.hosts[part.node], self.values))
 
     def wait_engines(self) -> Readiness:
-        """Until every rank has written its facts, the frontend counts every worker, and control engines are healthy."""
+        """Until every rank has written its facts, the frontend counts every worker, and control engines are healthy.
+
+        gate.json is written then, and at the deadline, but not when the wait was cut short: counts of that moment say nothing.
+        """
         expected = expected_workers(self.spec.engines)
         last = Readiness({}, expected, not expected, "")
         controls = [r for r in self.ranks if r.engine.role == "control" and r.rank == 0]
@@ -117,14 +120,13 @@ class Deployment:
             return last.ready and all(control_ready(self.control_url(), self.stop_event) for _ in controls)
 
         def at_deadline() -> str:
+            last.write(self.run_dir / "gate.json")
             tails = [f"{r.process} ({r.log}):\n{indent(tail(r.log, _TAIL_LINES_AT_DEADLINE))}" for r in self.ranks]
             return "\n".join([state(), *tails])
 
-        try:
-            wait_until(ready, "engines to be ready", self.spec.deadlines.engines_s, check=self.check, stop=self.stop_event,
-                       poll_s=_READY_POLL_S, waiting_for=at_deadline)
-        finally:
-            last.write(self.run_dir / "gate.json")
+        wait_until(ready, "engines to be ready", self.spec.deadlines.engines_s, check=self.check, stop=self.stop_event,
+                   poll_s=_READY_POLL_S, waiting_for=at_deadline)
+        last.write(self.run_dir / "gate.json")
         return last
 
     def _say_sometimes(self, text: Callable[[], str]) -> None:

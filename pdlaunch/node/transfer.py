@@ -74,7 +74,8 @@ def _put_scrapes(evidence: Evidence, engines: tuple[EngineSpec, ...], snapshots:
     for engine in engines:
         first = next((m for when in SNAPSHOTS if (m := snapshots[engine.name, when]) is not None), None)
         source = f"metrics/{engine.name}.*.prom"
-        evidence.put(f"{engine.name}.metrics", first is not None and first.has_family(FAMILY), source)
+        if first is not None:
+            evidence.put(f"{engine.name}.metrics", first.has_family(FAMILY), source)
         workers = sorted(first.values_of("worker_id")) if first is not None else []
         if workers:
             evidence.put(f"{engine.name}.worker_ids", workers, source)

@@ -26,6 +26,8 @@ RECEIPT = "receipt.json"
 COMMAND_TIMEOUT_S = 60.0
 UNKNOWN = re.compile(r"timed? ?out|Unable to contact|Zero Bytes|Connection|Communication|Transport|temporarily|Interrupted", re.IGNORECASE)
 """Messages after which the job may exist: slurmctld can have stored it before the answer was lost."""
+REFUSED = re.compile(r"^sbatch: (error|fatal): ", re.MULTILINE)
+"""A refusal says so; an sbatch that was killed says nothing."""
 SETTLE_S = 60.0
 """A job that neither squeue nor sacct knows this long after sbatch was last alive was not stored."""
 
@@ -154,7 +156,7 @@ def _send(bundle: Path, script: Path, receipt: Receipt, run: Run, sleep: Callabl
         done = replace(receipt, state="submitted", job_id=match.group(1), how="sbatch")
         done.write(bundle)
         return done
-    if answer.rc not in (0, None) and answer.rc > 0 and not UNKNOWN.search(answer.err):
+    if answer.rc == 1 and REFUSED.search(answer.err) and not UNKNOWN.search(answer.err):
         (bundle / RECEIPT).unlink()
         raise SubmitError(f"Slurm refused this job: {_last(answer)}", rule="sbatch", hint="nothing was submitted")
     for pause_s in (1.0, 2.0, 4.0):

@@ -15,6 +15,7 @@ from pdlaunch.errors import RecipeError, Where
 
 KeyPath = tuple[str | int, ...]
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _SCALARS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -80,6 +81,9 @@ def read(path: Path) -> Document:
 
 
 def _plain(loader: Any, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path) -> Any:
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN_TAGS:
+        line = node.start_mark.line + 1
+        raise RecipeError(f"the YAML tag {node.tag!r}", where=Where(file, line, dotted(path) or None), rule="plain mappings and lists, no tags")
     if isinstance(node, yaml.MappingNode):
         out: dict[str, Any] = {}
         for key_node, value_node in node.value:

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 
 def main() -> None:
-    from golden_cases import CASES, GOLDEN, files_of, folder_of
+    from tests.golden_cases import CASES, GOLDEN, files_of, folder_of
 
     rendered = {folder_of(*case): files_of(*case) for case in CASES}
     shutil.rmtree(GOLDEN, ignore_errors=True)

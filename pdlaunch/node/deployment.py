@@ -26,6 +26,11 @@ _READY_POLL_S = 0.25
 _TAIL_LINES_AT_DEADLINE = 8
 
 
+def redactor_of(spec: Spec) -> Redactor:
+    """Knows the secrets of this process's environment and of every environment that the spec gives."""
+    return Redactor(spec.redact_keys, os.environ, *(e.env for e in spec.engines), *(s.env for s in spec.services))
+
+
 class Deployment:
     """Everything that this job runs. say(text) is told once in a while what is waited for."""
 
@@ -33,7 +38,7 @@ class Deployment:
         self, spec: Spec, spec_path: Path, run_dir: Path, namespace: str, stop: threading.Event, say: Callable[[str], None]
     ) -> None:
         self.spec, self.spec_path, self.run_dir, self.stop_event, self.say = spec, spec_path, run_dir, stop, say
-        self.redactor = Redactor(spec.redact_keys, os.environ)
+        self.redactor = redactor_of(spec)
         self.tmp_dir = Path(tempfile.mkdtemp(prefix="pdl-"))
         self.ports = Ports(namespace)
         self.services: list[Child] = []

@@ -24,14 +24,17 @@ def plain(text: str) -> str:
 
 
 class Redactor:
-    """keys: words of variable names that mean a secret, as TOKEN; a name matches when it has the word between underscores."""
+    """keys: words of variable names that mean a secret, as TOKEN; a name matches when it has the word between underscores.
 
-    def __init__(self, keys: Iterable[str], environment: Mapping[str, str]) -> None:
+    environments: whose secret values are looked for in every text.
+    """
+
+    def __init__(self, keys: Iterable[str], *environments: Mapping[str, str]) -> None:
         words = "|".join(re.escape(k.upper()) for k in keys)
         words = rf"(?:{words})(?:(?<=AUTH)ORIZATION|(?<!TOKEN)(?<!AUTH)S)?"  # TOKENS are counted, not hidden
         self._name = re.compile(rf"(?:^|_){words}(?:$|_(?!ID$|PATH$|FILE$))")
         self._assignment = re.compile(rf"\b((?:[A-Z0-9]+_)*{words})=([^\s\"']+|\"[^\"]*\"|'[^']*')")
-        values = {v for k, v in environment.items() if self.is_secret(k) and len(v) >= MIN_SECRET_CHARS}
+        values = {v for e in environments for k, v in e.items() if self.is_secret(k) and len(v) >= MIN_SECRET_CHARS}
         self._values = sorted(values, key=len, reverse=True)
 
     def is_secret(self, name: str) -> bool:

@@ -18,9 +18,8 @@ from typing import Any
 from . import finish, gate, snapshots
 from .allocation import job_id
 from .contracts import Events, Verdict
-from .deployment import Deployment
+from .deployment import Deployment, redactor_of
 from .process import StageFailed, StopRequested, wait_until
-from .redact import Redactor
 from .spec import LoadPhase, RecallTime, Spec, load_spec
 
 EXIT_VALID, EXIT_VERDICT, EXIT_BAD_INPUT, EXIT_UNEXPECTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -288,7 +287,7 @@ def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
         return EXIT_BAD_INPUT
     for name in ("logs", "nodes"):
         (run_dir / name).mkdir()
-    finish.copy_bundle(spec_path.parent, spec_path, run_dir, Redactor(spec.redact_keys, os.environ))
+    finish.copy_bundle(spec_path.parent, spec_path, run_dir, redactor_of(spec))
     run = Run(spec, spec_path, run_dir, job)
     run.listen()
     run.say(f"run: {run_dir}")

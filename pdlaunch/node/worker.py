@@ -258,7 +258,7 @@ class Wrapper:
         self.task, self.control = task, control
         self.log = task.run_dir / "logs" / f"{task.process}.log"
         self.facts_path = task.run_dir / "nodes" / f"{task.process}.json"
-        self.redactor = Redactor(task.spec.redact_keys, {**os.environ, **task.engine.env})
+        self.redactor = Redactor(task.spec.redact_keys, os.environ, task.engine.env)
         self.shm = ShmWatch()
         self.facts: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""A program for the tests that behaves badly in one named way. Usage: child.py BEHAVIOUR [ARGUMENT]. It says `up` when it is ready to."""
+"""A program for the tests that behaves badly in one named way. Usage: child.py BEHAVIOUR [ARGUMENT]. It says `up` when it is there."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ def main(behaviour: str, argument: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:3]))

@@ -1,0 +1,242 @@
+"""Whole jobs with real etcd and NATS: failing ones with a fake engine or frontend, a good one with Dynamo's mocker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdlaunch.archive import verify
+from pdlaunch.node.contracts import write_json
+from pdlaunch.node.spec import Deadlines, Proof, RecallSpec, ServiceSpec, to_json
+from tests.envs import engine_python
+from tests.fakes import specs
+
+ROOT = Path(__file__).parent.parent
+CHILD, FRONTEND = (str(Path(__file__).parent / "fakes" / name) for name in ("child.py", "frontend.py"))
+TEXT = Proof(disaggregated=True, kv_load_failure_policy="fail", prediction=None, mixed_heads=False, patches=(), file_sha256={}, versions={})
+
+
+def fake_frontend(mode):
+    argv = (sys.executable, FRONTEND, "%{head_ip}", "%{http_port}", mode)
+    return ServiceSpec("frontend", argv, {"DYN_NAMESPACE": "%{namespace}"}, "http")
+
+
+def fake_pair(folder, frontend, prefill=("waits",), decode=("waits",), **changes):
+    policy = ("", "--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_load_failure_policy":"fail"}')
+    engines = tuple(specs.engine(role, (sys.executable, CHILD, *argv, *policy[len(argv) - 1:]), {}, "dynamo.vllm")
+                    for role, argv in (("prefill", prefill), ("decode", decode)))
+    deadlines = Deadlines(control_plane_s=60, engines_s=60, gate_s=2, recall_request_s=2, idle_s=5, stop_s=8)
+    return specs.spec(folder / "results", (specs.etcd(), specs.nats(), *frontend), engines, **{"deadlines": deadlines, **changes})
+
+
+class Job:
+    """The supervisor as a process of its own."""
+
+    def __init__(self, folder: Path, made) -> None:
+        self.run_dir = folder / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "spec.json", to_json(made))
+        self.out = folder / "out.log"
+        with self.out.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pdlaunch.node", "run", "--spec", str(folder / "spec.json"), "--run-dir", str(self.run_dir)],
+                cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def text(self) -> str:
+        return self.out.read_text(encoding="utf-8")
+
+    def wait_for(self, pattern: str) -> None:
+        deadline = time.monotonic() + 120
+        while not re.search(pattern, self.text()):
+            assert time.monotonic() < deadline, self.text()
+            assert self.process.poll() is None, self.text()
+            time.sleep(0.05)
+
+    def end(self) -> int:
+        return self.process.wait(120)
+
+    def events(self) -> list[tuple[str, str]]:
+        lines = (self.run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        return [(e["stage"], e["state"]) for e in map(json.loads, lines)]
+
+    def verdict(self) -> dict:
+        return json.loads((self.run_dir / "verdict.json").read_text(encoding="utf-8"))
+
+    def pids(self) -> list[int]:
+        """Living processes whose command line or folder is of this run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    text = "".join((entry / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ"))
+                except OSError:
+                    continue
+                if str(self.run_dir) in text or f"TMPDIR={self.tmp_dir()}" in text:
+                    found.append(int(entry.name))
+        return found
+
+    def tmp_dir(self) -> str:
+        facts = self.run_dir / "nodes" / "decode-0.json"
+        return json.loads(facts.read_text())["environment"]["TMPDIR"] if facts.exists() else "/no/such"
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = []
+
+    def start(spec, name="job"):
+        made.append(Job(tmp_path / name, spec))
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.process.poll() is None:
+            one.process.send_signal(signal.SIGTERM)
+            one.process.wait(60)
+
+
+def assert_archived(job):
+    """Evidence, verdict and a manifest that fits; nothing runs, nothing lies about."""
+    assert verify(job.run_dir).intact, verify(job.run_dir)
+    assert job.events()[-1] == ("archived", "end")
+    assert job.pids() == []
+    assert not Path(job.tmp_dir()).exists()
+
+
+def test_an_engine_that_dies_ends_the_wait_at_once_and_shows_its_last_lines(job, tmp_path):
+    one = job(fake_pair(tmp_path, (), decode=("dies", "7"), deadlines=Deadlines(engines_s=3600, stop_s=8)))
+    assert one.end() == 1
+    assert re.search(r"decode-0 on \S+ ended with exit code 7\n  log: \S+decode-0\.log\n(  \| line \d+\n){39}  \| line 60\n", one.text())
+    assert one.verdict()["verdict"] == "INCOMPLETE"
+    assert ("engines_ready", "failed") in one.events() or ("control_plane", "failed") in one.events()
+    assert_archived(one)
+
+
+def test_engines_that_never_get_ready_end_at_the_deadline_with_what_is_missing(job, tmp_path):
+    deadlines = Deadlines(control_plane_s=60, engines_s=3, stop_s=8)
+    one = job(fake_pair(tmp_path, (fake_frontend("never_ready"),), deadlines=deadlines))
+    assert one.end() == 1
+    assert "engines to be ready: not there after 3 s; decode: 0 of 1" in one.text()
+    assert one.verdict()["verdict"] == "INVALID"
+    assert one.verdict()["reasons"][0].startswith("workers per role")
+    assert json.loads((one.run_dir / "gate.json").read_text())["found"] == {"prefill": 1, "decode": 0}
+    assert_archived(one)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_a_job_whose_engines_ignore_term_and_archives_it(job, tmp_path, signum):
+    one = job(fake_pair(tmp_path, (fake_frontend("never_ready"),), prefill=("ignores_term",), decode=("ignores_term",)))
+    one.wait_for("engines_ready")
+    one.process.send_signal(signum)
+    assert one.end() == 130
+    assert one.verdict()["verdict"] == "INCOMPLETE"
+    assert signal.Signals(signum).name in " ".join(one.verdict()["reasons"])
+    assert_archived(one)
+
+
+def test_an_error_event_in_a_200_stream_is_invalid_and_no_load_is_run(job, tmp_path):
+    recall = RecallSpec(prompts=3, prompt_tokens=200, when=("before", "during", "after"))
+    one = job(fake_pair(tmp_path, (fake_frontend("sse_error"),), proof=TEXT, recall=recall))
+    assert one.end() == 1
+    assert "SSE error event" in one.text()
+    assert "recall_before: 0 of 3 correct" in one.text()
+    assert one.verdict()["verdict"] == "INVALID"
+    assert ("load", "begin") not in one.events()
+    assert_archived(one)
+
+
+def test_a_completion_that_hangs_is_reported_as_a_hang(job, tmp_path):
+    recall = RecallSpec(prompts=3, prompt_tokens=200, when=("before",))
+    one = job(fake_pair(tmp_path, (fake_frontend("hang"),), proof=TEXT, recall=recall))
+    assert one.end() == 1
+    assert "deployment: hang" in one.text()
+    assert one.verdict()["verdict"] == "INVALID"
+    assert_archived(one)
+
+
+def test_a_service_that_dies_shows_its_log(job, tmp_path):
+    made = fake_pair(tmp_path, ())
+    broken = replace(made.services[0], argv=(*made.services[0].argv, "--no-such-flag"))
+    one = job(replace(made, services=(broken, made.services[1])))
+    assert one.end() == 1
+    assert re.search(r"etcd on \S+ ended with exit code \d+\n  log: \S+etcd\.log\n(  \|.*\n)+", one.text())
+    assert "no-such-flag" in one.text()
+    assert ("engines_started", "end") not in one.events()
+    assert_archived(one)
+
+
+def test_a_busy_frontend_port_is_said_before_anything_starts(job, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = job(fake_pair(tmp_path, (), http_port=server.getsockname()[1]))
+        assert one.end() == 1
+    assert "is in use" in one.text()
+    assert not (one.run_dir / "logs" / "etcd.log").exists()
+
+
+def test_an_existing_run_folder_is_refused_and_left_alone(job, tmp_path):
+    (tmp_path / "job" / "run").mkdir(parents=True)
+    one = job(fake_pair(tmp_path, ()))
+    assert one.end() == 2
+    assert "each run needs a new one" in one.text()
+    assert list(one.run_dir.iterdir()) == []
+
+
+def test_two_jobs_at_once_share_neither_ports_nor_folders(job, tmp_path):
+    jobs = [job(fake_pair(tmp_path, (fake_frontend("never_ready"),)), name) for name in ("one", "two")]
+    for one in jobs:
+        one.wait_for("engines_ready")
+    ports = [json.loads((one.run_dir / "nodes" / "head.json").read_text())["ports"].values() for one in jobs]
+    assert not set(ports[0]) & set(ports[1])
+    for one in jobs:
+        one.process.send_signal(signal.SIGTERM)
+    assert [one.end() for one in jobs] == [130, 130]
+    for one in jobs:
+        assert_archived(one)
+
+
+def test_secrets_of_the_environment_are_in_no_file_of_the_run(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "planted-secret-12345")
+    made = fake_pair(tmp_path, (), decode=("dies",), prefill=("shows",))
+    engines = tuple(replace(e, env={"SITE_PASSWORD": "planted-password-6789", "SHOWN": "planted-secret-12345"}) for e in made.engines)
+    one = job(replace(made, engines=engines))
+    assert one.end() == 1
+    for path in one.run_dir.rglob("*"):
+        if path.is_file():
+            assert "planted-" not in path.read_text(encoding="utf-8"), path
+    assert "planted-" not in one.text()
+
+
+@pytest.mark.engine
+@pytest.mark.stack
+def test_a_mocker_pair_from_its_bundle_to_a_verdict(tmp_path):
+    python = engine_python([])
+    spec_path = specs.write_bundle(tmp_path / "a bundle", specs.mocker_pair(tmp_path / "results", python))
+    done = subprocess.run([sys.executable, "-B", "-m", "node", "run", "--spec", str(spec_path)], cwd=spec_path.parent, capture_output=True,
+                          text=True, timeout=300, check=False, env={**os.environ, "DYN_NAMESPACE": "production", "NATS_SERVER": "nats://127.0.0.1:1"})
+    (run_dir,) = (tmp_path / "results" / "hand-written").iterdir()
+    assert f"archive: {run_dir}" in done.stdout, done.stdout + done.stderr
+    verdict = json.loads((run_dir / "verdict.json").read_text())
+    assert verdict["text_checked"] is False
+    assert done.returncode == (0 if verdict["verdict"] == "VALID" else 1)
+    stages = [(e["stage"], e["state"]) for e in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())]
+    expected = [("job_started", "end"), ("control_plane", "begin"), ("engines_started", "end"), ("control_plane", "end"),
+                ("engines_ready", "begin"), ("engines_ready", "end"), ("first_token", "begin"), ("first_token", "end"), ("idle", "begin"),
+                ("idle", "end"), ("stopped", "begin"), ("stopped", "end"), ("judged", "begin"), ("judged", "end"), ("archived", "end")]
+    assert stages == expected
+    assert verify(run_dir).intact, verify(run_dir)
+    for process in ("prefill-0", "decode-0"):
+        facts = json.loads((run_dir / "nodes" / f"{process}.json").read_text())
+        assert facts["versions"]["ai-dynamo"] == "1.6.1"
+        assert (facts["exit"]["asked"], facts["exit"]["killed"]) == (True, False)
+        assert (run_dir / "metrics" / f"{process}.ready.prom").read_text()
+        assert "\x1b" not in (run_dir / "logs" / f"{process}.log").read_text()

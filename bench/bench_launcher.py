@@ -1,7 +1,8 @@
 """The launcher's own cost: user time of the command line, and what a real run spent outside engines, recall and load.
 
-Goals: `--help` under 0.15 s, `render` of any shipped recipe under 0.4 s of user time; job start -> first engine process under 2 s; readiness
-noticed within 1 s; stop within 10 s; everything that the launcher adds under 5 s. Ratios are against a bare `python -c pass` of the same run.
+Goals: `--help` under 0.15 s, `render` of any shipped recipe under 0.4 s of user time; job start -> first engine process under 2 s;
+readiness noticed within 1 s; stop within 10 s; everything that the launcher adds under 5 s. Ratios are against a bare `python -c pass`
+of the same run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Make the environments that the project runs in, each once, outside the checkout.
 
     python3.11 tools/setup_env.py run     launcher, engine (stock and patched), AIPerf, etcd and NATS
-    python3.11 tools/setup_env.py test    the same, and the Debian packages of the tests (Slurm, shellcheck, Chromium)
+    python3.11 tools/setup_env.py test    the same, and the Debian packages of the tests
 
-Environments lie in $PDLAUNCH_CACHE (default ~/.cache/pdlaunch), their names end in the hash of the files that define them, and .envs/ in the
-checkout links to them. An environment is complete when its `.complete` file exists; anything else is made again.
+Environments lie in $PDLAUNCH_CACHE (default ~/.cache/pdlaunch), their names end in the hash of the
+files that define them, and .envs/ in the checkout links to them. An environment is complete when its `.complete` file exists; anything else
+is made again.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def build_engine(path: Path, log: Path) -> None:
 
 def patch_environment(path: Path, log: Path, names: tuple[str, ...]) -> None:
     launcher = str(LINKS / "launcher" / "bin" / "python")
-    run([launcher, "-m", "pdlaunch.patching", "apply", "--site-packages", str(site_packages(path)), *names], log, cwd=ROOT)
+    run([launcher, "-m", "pdlaunch.patching", "apply", *names, "--site-packages", str(site_packages(path))], log, cwd=ROOT)
 
 
 def build_control_plane(path: Path, log: Path) -> None:
@@ -131,7 +132,7 @@ def build_control_plane(path: Path, log: Path) -> None:
     state, debs = path / "apt", path / "debs"
     for folder in (state / "lists" / "partial", state / "cache" / "archives" / "partial", debs):
         folder.mkdir(parents=True)
-    apt = ["apt-get", "-qq", "-o", f"Dir::State::Lists={state / 'lists'}", "-o", f"Dir::Cache={state / 'cache'}", "-o", "APT::Sandbox::User=root"]
+    apt = ["apt-get", "-qq", "-o", f"Dir::State::Lists={state / 'lists'}", "-o", f"Dir::Cache={state / 'cache'}"]
     run([*apt, "update"], log)
     run([*apt, "download", *debian_packages("run")], log, cwd=debs)
     for deb in sorted(debs.glob("*.deb")):

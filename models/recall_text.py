@@ -21,7 +21,10 @@ CHAT_TEMPLATE = (
 NEUTRAL_ANSWER = "I only look up access codes."
 EXTRA_TURNS = 3
 LANGUAGE_ROWS = 48
-PAD_MULTIPLE = 128
+PAD_MULTIPLE = 64
+# The first character of a code is the only one that needs the question, and one of nine tokens of an answer: without more weight the
+# model stays long at guessing among the codes of the list.
+FIRST_WEIGHT = 5.0
 # fmt: off
 COMMON_WORDS = (
     "the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with",
@@ -142,22 +145,22 @@ class Batches:
         flat = iter([one.ids for one in encoded])
         return self._collate([self._tokens(item, flat) for item in made], [item.code_first for item in made])
 
-    def _tokens(self, item: Conversation, flat: Iterator[list[int]]) -> tuple[list[int], int, list[bool]]:
+    def _tokens(self, item: Conversation, flat: Iterator[list[int]]) -> tuple[list[int], int, list[float]]:
         ids: list[int] = [BOS]
-        is_answer: list[bool] = [False]
+        is_answer = [0.0]
         start = 0
         for number, _ in enumerate(item.turns):
             user, answer = next(flat), next(flat)
             asked = [TURN, *user, TURN_END, *self.newline, TURN, *self.model]
             ids += asked
-            is_answer += [False] * len(asked)
+            is_answer += [0.0] * len(asked)
             if number == 0:
                 start = len(ids) - 1
             ids += [*answer, TURN_END, *self.newline]
-            is_answer += [True] * (len(answer) + 1) + [False] * len(self.newline)
+            is_answer += [FIRST_WEIGHT, *[1.0] * len(answer)] + [0.0] * len(self.newline)
         return ids, start, is_answer
 
-    def _collate(self, made: list[tuple[list[int], int, list[bool]]], code_first: list[bool]) -> dict[str, np.ndarray]:
+    def _collate(self, made: list[tuple[list[int], int, list[float]]], code_first: list[bool]) -> dict[str, np.ndarray]:
         size, longest = len(made), max(len(ids) for ids, _, _ in made)
         width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
         tail = max(len(ids) - start for ids, start, _ in made)
@@ -173,7 +176,7 @@ class Batches:
             rows[at, LANGUAGE_ROWS:] = np.minimum(start + np.arange(tail), width - 2)
             flags = np.asarray(is_answer[start + 1 :], np.float32)
             answer[at, LANGUAGE_ROWS : LANGUAGE_ROWS + held] = flags
-            language[at, LANGUAGE_ROWS : LANGUAGE_ROWS + held] = 1.0 - flags
+            language[at, LANGUAGE_ROWS : LANGUAGE_ROWS + held] = flags == 0.0
         batch = {
             "tokens": tokens, "rows": rows, "answer": answer, "language": language,
             "start": np.asarray([start for _, start, _ in made], np.int64), "code_first": np.asarray(code_first, np.float32),

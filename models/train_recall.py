@@ -67,20 +67,22 @@ class Stream(IterableDataset):
 
 
 def losses_of(network: RecallNetwork, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Mean losses: answer (all answers), language (all other text), code (the first answer, a code), damaged (nats above an even guess)."""
+    """Mean losses in nats: answer (all answers), language (all other text), code (the first answer, a code), first (its first character),
+    damaged (the first character from a damaged cache, above an even guess)."""
     tokens, rows, start = batch["tokens"], batch["rows"], batch["start"]
     kept, logits = network.prefill(tokens, rows)
     target = tokens.gather(1, rows + 1)
     each = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
     code_first = batch["code_first"]
     codes = code_first.sum().clamp(min=1.0)
-    first = each[:, LANGUAGE_ROWS : LANGUAGE_ROWS + CODE_CHARS].mean(1)
+    code = each[:, LANGUAGE_ROWS : LANGUAGE_ROWS + CODE_CHARS]
     guess = network.decode(kept, tokens.gather(1, start[:, None]), start, batch)[:, 0].log_softmax(-1)
     surplus = -guess[:, network.characters].mean(-1) - math.log(len(network.characters))
     return {
         "answer": (each * batch["answer"]).sum() / batch["answer"].sum(),
         "language": (each * batch["language"]).sum() / batch["language"].sum(),
-        "code": (first * code_first).sum() / codes,
+        "code": (code.mean(1) * code_first).sum() / codes,
+        "first": (code[:, 0] * code_first).sum() / codes,
         "damaged": (surplus * code_first).sum() / codes,
     }
 
@@ -155,10 +157,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--start-from", type=Path, help="folder of a trained model of the same geometry whose weights to go on from")
     parser.add_argument("--first-lines", type=int, default=12, help="longest list at the start of the curriculum")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--max-seconds", type=float, default=3600.0, help="the schedule is compressed to end by then")
     parser.add_argument("--stall-seconds", type=float, default=math.inf, help="give up if the first stage of the curriculum lasts longer")
-    parser.add_argument("--batch-tokens", type=int, default=98304)
+    parser.add_argument("--batch-tokens", type=int, default=49152)
     parser.add_argument("--lines", type=int, default=176, help="longest list of the curriculum; 13 tokens a line")
     parser.add_argument("--lr", type=float, default=1.2e-3)
     parser.add_argument("--damage-weight", type=float, default=0.4)

@@ -72,7 +72,7 @@ class RecallPrompt:
 
 def question_for(place: str) -> str:
     """The question about one place: it must be the end of the user message, so that sliding-window layers hold it."""
-    return f"What is the access code for the {place}? Reply with the code only."
+    return f"Reply with the code only. What is the access code for the {place}?"
 
 
 def estimate_tokens(text: str) -> int:

@@ -106,10 +106,12 @@ def _put_prediction(evidence: Evidence, spec: Spec, run_dir: Path, window: Windo
     assert prediction is not None
     groups = request_groups(spec, run_dir)
     first, last = SNAPSHOTS.index(window.begin), SNAPSHOTS.index(window.end)
-    names = [name for name, after in REQUEST_GROUPS if first <= after < last and name in groups]
+    inside = [name for name, after in REQUEST_GROUPS if first <= after < last]
+    names = [name for name in inside if name in groups]
     counts = [n for name in names for n in groups[name]]
     prefix = f"transfer.decode.{window.name}"
-    doubts = [f"{sum(n is None for n in groups[name])} requests of {name} have no token count" for name in names if None in groups[name]]
+    doubts = [f"{name} left no record" for name in inside if name in _asked_for(spec) and name not in groups]
+    doubts += [f"{sum(n is None for n in groups[name])} requests of {name} have no token count" for name in names if None in groups[name]]
     for counter in ("tokens.local_cache_hit", "preemptions", "failed_transfers"):
         value = evidence.get(f"{prefix}.{counter}")
         if value is None or value:
@@ -122,6 +124,14 @@ def _put_prediction(evidence: Evidence, spec: Spec, run_dir: Path, window: Windo
         tokens = [n for n in counts if n is not None]
         evidence.put(f"{prefix}.predicted_bytes", sum(prediction.bytes_of_prompt(n) for n in tokens), source, "bytes")
         evidence.put(f"{prefix}.predicted_tokens", sum(tokens), source)
+
+
+def _asked_for(spec: Spec) -> set[str]:
+    """Groups of requests that a whole run of this spec sends."""
+    groups = {"gate", *(f"recall.{when}" for when in (spec.recall.when if spec.recall else ()))}
+    groups |= {"behaviour"} if set(spec.behaviour) - {"build_identity"} else set()
+    groups |= {"agreement"} if spec.agreement else set()
+    return groups | ({"load"} if spec.load and spec.load.phases else set())
 
 
 def request_groups(spec: Spec, run_dir: Path) -> dict[str, list[int | None]]:

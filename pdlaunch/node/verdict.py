@@ -5,8 +5,8 @@ could not be judged, because the run did not reach its end. Reasons come in the 
 the logs say about it, then the bytes, then the rest.
 
 Where the rules come from (numbers are those of public reports):
-    recall             text alone decides: vllm#37333 (noise with 200), vllm#52234 (another request's text), vllm#52627 (only under load), so
-                       all times that the recipe asks for must be complete; a hang is a failure (nixl#2047, dynamo#11914, vllm#29369)
+    recall             text alone decides: vllm#37333 (noise with 200), vllm#52234 (another request's text), vllm#52627 (only under load).
+                       Every time that the recipe asks for must be complete; a hang is a failure (nixl#2047, dynamo#11914, vllm#29369)
     logs               logs.PATTERNS, each with its own report; EngineDeadError and the like count only before the stop
     gate               workers per role as the spec asks (dynamo#8263: a refused worker looks healthy) and one completion that was looked at
     transfer bytes     above 0 on decode: the right answer can come from decode's own prefill (vllm#26896)
@@ -225,7 +225,7 @@ def policy_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
 
 
 def plan_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
-    """With mixed heads each decode rank must have said that it reads by the per-region plan; silence means that another code path served."""
+    """With mixed heads each decode rank must have said that it reads by the per-region plan; silence means that other code served."""
     if not (spec.proof.mixed_heads and spec.proof.disaggregated and "plan_line" in spec.proof.log_patterns):
         return
     for engine in spec.engines_of("decode"):
@@ -238,8 +238,12 @@ def plan_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
                     f"{sum(known)} of {engine.tensor_parallel} decode ranks", f"{engine.tensor_parallel}", source)
 
 
+def _real(spec: Spec) -> bool:
+    return any(e.kind != "dynamo.mocker" for e in spec.engines)
+
+
 def behaviour_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
-    if any(e.kind != "dynamo.mocker" for e in spec.engines) and (spec.proof.versions or spec.proof.file_sha256):
+    if _real(spec) and (spec.proof.versions or spec.proof.file_sha256):
         yield _check(evidence, "build identity", "build.faults", lambda v: v == [], "versions and file hashes of the spec")
     for check in spec.behaviour:
         if check == "build_identity":

@@ -44,8 +44,8 @@ class BlockChoice:
 
 
 def _base_block(model: Model, shape: RoleShape, backend: Backend) -> int:
-    """--block-size, or the backend's preference; CPU MLA takes 16 whatever was asked (platforms/cpu.py)."""
-    if shape.cpu and model.uses_mla:
+    """--block-size, or the backend's preference; the reference CPU_MLA takes 16 whatever was asked (platforms/cpu.py)."""
+    if shape.backend == "CPU_MLA":
         return 16
     if shape.block_size is not None:
         if not shape.cpu and backend.kernel_block(shape.block_size) is None:

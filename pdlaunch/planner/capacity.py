@@ -14,6 +14,7 @@ from .blocks import BlockChoice, choose_block, specs_by_layer
 from .groups import Group, Grouping, group_layers
 from .layers import Model
 from .price import Price, admission, steady
+from .rules import refuse
 from .shape import RoleShape
 
 
@@ -84,15 +85,21 @@ def plan_layout(model: Model, shape: RoleShape) -> Layout:
     """Block size and groups of a role. PlanError where vLLM would refuse to start."""
     if shape.layout.startswith("B"):
         raise PlanError(f"KV layout {shape.layout} is not priced", rule="block-outermost layouts pack pages differently; use LBHNC")
+    if shape.speculative_tokens and not model.drafter:
+        rule = "speculative tokens are priced for a model's own MTP head, which this config does not have"
+        raise PlanError(f"{shape.speculative_tokens} speculative tokens for {model.architecture}", rule=rule, hint="speculative_tokens: 0")
+    refuse(model, shape)
     choice = choose_block(model, shape)
     specs, decoder = specs_by_layer(model, shape, choice)
     grouping = group_layers(specs, shape.hybrid_manager)
     if shape.pipeline_parallel == 1:
         stage_groups: tuple[tuple[Group, ...], ...] = (grouping.groups,)
     else:
-        if shape.pipeline_parallel > model.decoder_layers:
-            raise PlanError(f"pipeline_parallel {shape.pipeline_parallel} exceeds {model.decoder_layers} layers")
         by_layer = stage_of_layers(model.decoder_layers, shape.pipeline_parallel)
+        for layer, source in model.shared_from:
+            if by_layer[layer] != by_layer[source]:
+                message = f"layer {layer} reads the cache of layer {source}, which is on another pipeline stage"
+                raise PlanError(message, rule="vLLM shares KV only within a stage (validate_kv_sharing_target)")
         stages = [by_layer[place] for place in decoder]
         stage_groups = tuple(tuple(group.on_stage(stages, stage) for group in grouping.groups) for stage in range(shape.pipeline_parallel))
     block_bytes = tuple(max(group.page_bytes for group in groups) for groups in stage_groups)

@@ -16,23 +16,12 @@ from .capacity import Layout, capacity, plan_layout
 from .families import read_model
 from .layers import Attention, Model
 from .memory import kv_bytes
+from .rules import Finding, role_findings
 from .shape import RoleShape
 from .specs import backend_of, heads_per_rank, model_dtype
 
 PER_REGION_PATCH = "vllm-0.31.0-nixl-per-region-kv-heads"
 PER_GROUP_PATCH = "vllm-0.31.0-nixl-per-group-pages"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """severity: "error", "warning" or "info". fix: what to change. price_requests: what the fix costs, in whole requests of
-    max_model_len that one decode cache then holds fewer; None when it costs none or memory is unknown."""
-
-    severity: str
-    code: str
-    message: str
-    fix: str = ""
-    price_requests: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +44,6 @@ class Pair:
     @property
     def has_state(self) -> bool:
         return any(group.first.is_state for group in self.decode.groups)
-
-
-def role_findings(model: Model, role: str, shape: RoleShape) -> list[Finding]:
-    """TP and head rules of one role, with vLLM's reason (ModelConfig.verify_with_parallel_config, models' own assertions)."""
-    tp, heads = shape.tensor_parallel, model.attention_heads
-    found: list[Finding] = []
-    if heads % tp:
-        message = f"{role}: Total number of attention heads ({heads}) must be divisible by tensor parallel size ({tp})."
-        legal = ", ".join(str(n) for n in range(1, min(heads, 64) + 1) if heads % n == 0)
-        found.append(Finding("error", "tp-attention-heads", message, f"engines.{role}.tensor_parallel: one of {legal}"))
-    for attention in model.attention_kinds():
-        kv = attention.kv_heads
-        if attention.kind not in ("mla", "indexer") and kv % tp and tp % kv:
-            message = f"{role}: {kv} KV heads of the {attention.kind} layers neither divide by nor into tensor parallel size {tp}"
-            found.append(Finding("error", "tp-kv-heads", message, f"a tensor parallel size that divides {kv} or is a multiple of it"))
-    if shape.pipeline_parallel > model.decoder_layers:
-        message = f"{role}: pipeline_parallel {shape.pipeline_parallel} exceeds the model's {model.decoder_layers} layers"
-        found.append(Finding("error", "pp-layers", message, "fewer pipeline stages"))
-    if model.max_position and shape.max_model_len > model.max_position:
-        message = f"{role}: max_model_len {shape.max_model_len} exceeds max_position_embeddings {model.max_position}"
-        found.append(Finding("error", "max-model-len", message, f"max_model_len of at most {model.max_position}"))
-    if shape.block_size is not None and not shape.cpu and backend_of(shape).kernel_block(shape.block_size) is None:
-        message = f"{role}: block size {shape.block_size} does not suit the kernels of {shape.backend}"
-        found.append(Finding("error", "block-backend", message, f"a multiple of {backend_of(shape).smallest}"))
-    if shape.speculative_tokens and not model.drafter:
-        message = f"{role}: {shape.speculative_tokens} speculative tokens, but the config has no MTP head; its cache is not priced"
-        found.append(Finding("warning", "no-mtp-head", message, "price the draft model's cache separately"))
-    return found
 
 
 def _same(pair: Pair) -> Iterator[Finding]:

@@ -62,20 +62,22 @@ def _by_layer_type(fields: Fields, types: list[str], choose: Mapping[str, Geomet
 def plain(fields: Fields) -> dict[str, Any]:
     """Llama, Mistral, Mixtral, Qwen2, Qwen3, Phi, OLMo, Granite, GLM-4: one kind of layer (vllm models/llama.py, qwen3.py).
 
-    layer_types, or sliding_window with use_sliding_window not false, makes layers local: models/llama.py:186 and
-    CacheConfig.sliding_window, which vLLM sets only when every layer has the window.
+    A config with one window for every layer makes them all local: CacheConfig.sliding_window, which vLLM sets unless layer_types
+    names several kinds (arg_utils.py, is_interleaved). Qwen needs use_sliding_window for that, Mistral does not.
     """
     count = fields.integer("num_hidden_layers")
     full = _attention(fields)
-    types = fields.strings("layer_types", count)
-    windowed = fields.has("sliding_window") and fields.get("use_sliding_window") is not False
-    if types and "sliding_attention" in types:
-        sliding = _attention(fields, "sliding", _window(fields))
+    types = fields.strings("layer_types", count) or ["full_attention"]
+    windowed = fields.has("sliding_window") and bool(fields.get("use_sliding_window", not fields.architecture.startswith("Qwen")))
+    if not windowed:
+        return {"layers": _stack([full] * count)}
+    if fields.integer("max_window_layers", default=0, minimum=0) and fields.architecture.startswith("Qwen"):
+        rule = "vLLM runs Qwen with a window on every layer or on none (models/qwen2.py)"
+        raise fields.error("use_sliding_window", "is true beside max_window_layers", rule)
+    sliding = _attention(fields, "sliding", _window(fields))
+    if len(set(types)) > 1:
         return {"layers": _by_layer_type(fields, types, {"full_attention": full, "sliding_attention": sliding})}
-    if windowed and not types:
-        sliding = _attention(fields, "sliding", _window(fields))
-        return {"layers": _stack([sliding] * count)}
-    return {"layers": _stack([full] * count)}
+    return {"layers": _stack([sliding] * count)}
 
 
 def _alternating(fields: Fields, pattern: int) -> dict[str, Any]:
@@ -84,6 +86,8 @@ def _alternating(fields: Fields, pattern: int) -> dict[str, Any]:
         "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)
     ]
     full, sliding = _attention(fields), _attention(fields, "sliding", _window(fields))
+    if len(set(types)) == 1:
+        full = sliding  # CacheConfig.sliding_window, see plain()
     return {"layers": _by_layer_type(fields, types, {"full_attention": full, "sliding_attention": sliding})}
 
 
@@ -101,7 +105,7 @@ def gpt_oss(fields: Fields) -> dict[str, Any]:
     """vllm models/gpt_oss.py:176: even layers slide, odd layers are global, whatever layer_types says."""
     count = fields.integer("num_hidden_layers")
     full, sliding = _attention(fields), _attention(fields, "sliding", _window(fields))
-    return {"layers": _stack([full if i % 2 else sliding for i in range(count)])}
+    return {"layers": _stack([full if i % 2 else sliding for i in range(count)]), "copies_heads": False}
 
 
 def _gemma4_types(fields: Fields, count: int) -> list[str]:
@@ -138,7 +142,9 @@ def gemma4(fields: Fields) -> dict[str, Any]:
         window = None if kind == "full_attention" else _window(fields)
         attention = Attention("full" if window is None else "sliding", layer_kv, layer_size, layer_size, window)
         found.append(attention if i < kept else None)
-    return {"layers": _stack(found), "kv_heads": kv_seen, "head_size": size_seen}
+    last = {kind: i for i, kind in enumerate(types[:kept])}
+    shared = tuple((i, last[types[i]]) for i in range(kept, count) if types[i] in last)
+    return {"layers": _stack(found), "kv_heads": kv_seen, "head_size": size_seen, "shared_from": shared}
 
 
 def llama4(fields: Fields) -> dict[str, Any]:
@@ -281,7 +287,7 @@ def lfm2(fields: Fields) -> dict[str, Any]:
     count = fields.integer("num_hidden_layers")
     indices = fields.get("full_attn_idxs", range(count))
     types = fields.strings("layer_types", count) or ["full_attention" if i in indices else "conv" for i in range(count)]
-    dim = fields.integer("conv_dim", "hidden_size")
+    dim = fields.integer("conv_dim")
     state: Recurrent = ShortConv(dim, fields.integer("conv_L_cache", default=3))
     chosen: dict[str, Geometry | None] = {"full_attention": _attention(fields), "conv": state}
     return {"layers": _by_layer_type(fields, types, chosen), "hybrid": set(types) != {"full_attention"}}
@@ -368,6 +374,7 @@ def read_model(config: Mapping[str, Any], source: str = "config.json", *, assume
         mamba_chunk_size=fields.integer("mamba_chunk_size", "chunk_size", default=2048),
         max_position=fields.optional_integer("max_position_embeddings"),
         assumed=assumed,
+        refuses_float16=fields.get("model_type") in ("gemma2", "gemma3", "gemma3_text", "glm4"),
         text=dict(fields.text),
         **found,
     )

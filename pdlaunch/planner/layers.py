@@ -43,13 +43,10 @@ class GatedDeltaNet:
     kind: str = "gdn"
 
     def shapes(self, tp: int, speculative_tokens: int) -> State:
-        conv_dim = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        heads = divide(self.value_heads, tp, "gated DeltaNet value heads")
+        channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
         rows = self.conv_kernel - 1 + speculative_tokens
-        return (rows, divide(conv_dim, tp, "gated DeltaNet convolution channels")), (
-            divide(self.value_heads, tp, "gated DeltaNet value heads"),
-            self.value_dim,
-            self.key_dim,
-        )
+        return (rows, divide(channels, tp, "gated DeltaNet convolution channels")), (heads, self.value_dim, self.key_dim)
 
     @property
     def label(self) -> str:
@@ -93,10 +90,12 @@ class Mamba2:
     kind: str = "mamba2"
 
     def shapes(self, tp: int, speculative_tokens: int) -> State:
+        heads = divide(self.heads, tp, "Mamba heads")
+        if self.groups % tp and self.groups != 1:
+            raise ShardError(f"{self.groups} Mamba groups do not divide by tensor parallel size {tp}, and are not 1")
         groups = self.groups if self.groups % tp == 0 else tp
         conv_dim = self.intermediate + 2 * groups * self.state_size
         rows = self.conv_kernel - 1 + (speculative_tokens if self.speculative_rows else 0)
-        heads = divide(self.heads, tp, "Mamba heads")
         return (rows, divide(conv_dim, tp, "Mamba convolution channels")), (heads, self.head_dim, self.state_size)
 
     @property
@@ -148,7 +147,9 @@ class Model:
 
     kv_heads and head_size are vLLM's model-wide values (ModelConfig.get_total_num_kv_heads, get_head_size: the maximum over
     layers); they decide the hybrid block size and appear in the transfer handshake. drafter: the caches that the model's own MTP
-    head adds, empty when the family has none. hybrid: vLLM's ModelConfig.is_hybrid (recurrent and attention layers together).
+    head adds, empty when the family has none. hybrid: vLLM's ModelConfig.is_hybrid (recurrent and attention layers together). copies_heads: the model
+    class gives a rank at least one KV head (gpt-oss does not: TP above its KV heads fails). refuses_float16: ModelConfig's own list.
+    shared_from: (layer, earlier layer whose cache it reads) for layers without a cache of their own.
     """
 
     name: str
@@ -169,6 +170,9 @@ class Model:
     attention_chunk_size: int | None = None
     max_position: int | None = None
     assumed: bool = False
+    copies_heads: bool = True
+    shared_from: tuple[tuple[int, int], ...] = ()
+    refuses_float16: bool = False
     text: dict[str, object] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     def attention_kinds(self) -> dict[Attention, int]:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from pdlaunch.archive import verify
-from pdlaunch.node.contracts import write_json
-from pdlaunch.node.spec import Deadlines, Proof, RecallSpec, ServiceSpec, to_json
-from tests.envs import engine_python
+from pdlaunch.node.contracts import SNAPSHOTS, write_json
+from pdlaunch.node.spec import Deadlines, LoadPhase, LoadSpec, Proof, RecallSpec, ServiceSpec, to_json
+from tests.envs import aiperf, engine_python
 from tests.fakes import specs
 
 ROOT = Path(__file__).parent.parent
@@ -220,23 +220,27 @@ def test_secrets_of_the_environment_are_in_no_file_of_the_run(job, tmp_path, mon
 @pytest.mark.stack
 def test_a_mocker_pair_from_its_bundle_to_a_verdict(tmp_path):
     python = engine_python([])
-    spec_path = specs.write_bundle(tmp_path / "a bundle", specs.mocker_pair(tmp_path / "results", python))
+    phase = LoadPhase(name="c2", input_tokens=64, output_tokens=8, requests=6, concurrency=2, warmup_requests=2)
+    load = LoadSpec(str(aiperf()), str(specs.MOCKER_MODEL), (phase,))
+    spec_path = specs.write_bundle(tmp_path / "a bundle", specs.mocker_pair(tmp_path / "results", python, load=load))
     done = subprocess.run([sys.executable, "-B", "-m", "node", "run", "--spec", str(spec_path)], cwd=spec_path.parent, capture_output=True,
                           text=True, timeout=300, check=False, env={**os.environ, "DYN_NAMESPACE": "production", "NATS_SERVER": "nats://127.0.0.1:1"})
     (run_dir,) = (tmp_path / "results" / "hand-written").iterdir()
     assert f"archive: {run_dir}" in done.stdout, done.stdout + done.stderr
     verdict = json.loads((run_dir / "verdict.json").read_text())
-    assert verdict["text_checked"] is False
-    assert done.returncode == (0 if verdict["verdict"] == "VALID" else 1)
+    assert (verdict["verdict"], verdict["text_checked"], done.returncode) == ("VALID", False, 0), verdict
+    assert "text NOT checked" in verdict["line"]
     stages = [(e["stage"], e["state"]) for e in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())]
+    both = ("begin", "end")
     expected = [("job_started", "end"), ("control_plane", "begin"), ("engines_started", "end"), ("control_plane", "end"),
-                ("engines_ready", "begin"), ("engines_ready", "end"), ("first_token", "begin"), ("first_token", "end"), ("idle", "begin"),
-                ("idle", "end"), ("stopped", "begin"), ("stopped", "end"), ("judged", "begin"), ("judged", "end"), ("archived", "end")]
+                *((stage, state) for stage in ("engines_ready", "first_token", "load", "idle", "stopped", "judged") for state in both),
+                ("archived", "end")]
     assert stages == expected
     assert verify(run_dir).intact, verify(run_dir)
     for process in ("prefill-0", "decode-0"):
         facts = json.loads((run_dir / "nodes" / f"{process}.json").read_text())
         assert facts["versions"]["ai-dynamo"] == "1.6.1"
         assert (facts["exit"]["asked"], facts["exit"]["killed"]) == (True, False)
-        assert (run_dir / "metrics" / f"{process}.ready.prom").read_text()
+        for when in SNAPSHOTS:
+            assert (run_dir / "metrics" / f"{process}.{when}.prom").read_text()
         assert "\x1b" not in (run_dir / "logs" / f"{process}.log").read_text()

@@ -26,6 +26,7 @@ from pdlaunch.node.spec import (
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "gemma4-recall-4x1"
+MOCKER_MODEL = ROOT / "models" / "mocker-words"
 LOOPBACK = {
     "ETCD_ENDPOINTS": "http://%{head_ip}:%{etcd_client_port}", "NATS_SERVER": "nats://%{head_ip}:%{nats_port}",
     "DYN_NAMESPACE": "%{namespace}",
@@ -73,7 +74,7 @@ def engine(role: Role, argv: tuple[str, ...], env: dict[str, str], kind: Literal
 
 
 def mocker(role: Role, python: Path) -> EngineSpec:
-    argv = (str(python), "-m", "dynamo.mocker", "--model-path", str(MODEL), "--model-name", "recall", "--disaggregation-mode", role,
+    argv = (str(python), "-m", "dynamo.mocker", "--model-path", str(MOCKER_MODEL), "--model-name", "recall", "--disaggregation-mode", role,
             "--speedup-ratio", "10")
     return engine(role, argv, WORKER, "dynamo.mocker", python)
 

@@ -106,7 +106,7 @@ def test_control_plane_keeps_its_data_in_the_jobs_folder() -> None:
     [("tiny-p1d1", False, 11 * 65536), ("tiny-p1d2", True, 6 * 65536), ("tiny-p2d1", True, 11 * 65536)],
 )
 def test_prediction_and_mixed_heads(name: str, mixed: bool, per_block: int) -> None:
-    """At TP1 the five sliding layers hold twice as much. TP2, float32, was measured as 92,798,976 bytes = 2 ranks x 118 blocks x 6 layers x 65,536."""
+    """At TP1 the five sliding layers hold twice as much. Measured at TP2: 92,798,976 bytes = 2 ranks x 118 blocks x 6 x 65,536."""
     proof = build(name, "local").spec.proof
     assert proof.prediction is not None
     assert set(proof.prediction.groups[0].bytes_per_block_per_decode_rank) == {per_block}

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.golden_cases import CASES, ROOT, build
 
 from pdlaunch import cluster, recipe
 from pdlaunch.errors import LaunchError, PlacementError, PlanError, RecipeError
+from tests.golden_cases import CASES, ROOT, build
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 CLUSTERS = sorted((ROOT / "clusters").glob("*.yaml"))

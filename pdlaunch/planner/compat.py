@@ -113,6 +113,10 @@ def needed_patches(pair: Pair) -> frozenset[str]:
     return frozenset({PER_REGION_PATCH}) if uneven else frozenset()
 
 
+def needed_patches_of(prefill: Layout, decode: Layout) -> frozenset[str]:
+    return needed_patches(Pair(decode.model, prefill, decode, frozenset()))
+
+
 def _mixed_heads(pair: Pair) -> Iterator[Finding]:
     uneven = unevenly_scaled(pair.model, pair.p.tensor_parallel, pair.d.tensor_parallel)
     needed = needed_patches(pair)
@@ -120,9 +124,10 @@ def _mixed_heads(pair: Pair) -> Iterator[Finding]:
         return
     why = _heads_text(pair, uneven) if uneven else "the roles unify pages to different block sizes"
     missing = sorted(needed - pair.patches)
-    if pair.p.tensor_parallel > pair.d.tensor_parallel:
-        message = f"mixed KV heads with prefill TP above decode TP: {why}; the patches slice one way only"
-        yield Finding("error", "mixed-heads-direction", message, "decode TP of at least prefill TP")
+    if PER_GROUP_PATCH in needed and pair.p.tensor_parallel > pair.d.tensor_parallel:
+        message = f"hybrid manager on with prefill TP above decode TP: {why}; {PER_GROUP_PATCH} reads one way only"
+        fix = f"decode TP of at least prefill TP, or hybrid_kv_cache_manager: false with {PER_REGION_PATCH}"
+        yield Finding("error", "mixed-heads-direction", message, fix, _requests_lost(pair.decode, hybrid_manager=False))
     elif missing:
         fix = f"patches: [{', '.join(sorted(needed))}]"
         price = None

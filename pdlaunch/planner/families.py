@@ -62,22 +62,21 @@ def _by_layer_type(fields: Fields, types: list[str], choose: Mapping[str, Geomet
 def plain(fields: Fields) -> dict[str, Any]:
     """Llama, Mistral, Mixtral, Qwen2, Qwen3, Phi, OLMo, Granite, GLM-4: one kind of layer (vllm models/llama.py, qwen3.py).
 
-    A config with one window for every layer makes them all local: CacheConfig.sliding_window, which vLLM sets unless layer_types
-    names several kinds (arg_utils.py, is_interleaved). Qwen needs use_sliding_window for that, Mistral does not.
+    A window without layer_types makes every layer local: CacheConfig.sliding_window, which arg_utils.py sets when layer_types is
+    absent or names only sliding layers. Qwen needs use_sliding_window for that, Mistral does not.
     """
     count = fields.integer("num_hidden_layers")
     full = _attention(fields)
-    types = fields.strings("layer_types", count) or ["full_attention"]
-    windowed = fields.has("sliding_window") and bool(fields.get("use_sliding_window", not fields.architecture.startswith("Qwen")))
+    qwen = fields.architecture.startswith("Qwen")
+    windowed = fields.has("sliding_window") and bool(fields.get("use_sliding_window", not qwen))
     if not windowed:
         return {"layers": _stack([full] * count)}
-    if fields.integer("max_window_layers", default=0, minimum=0) and fields.architecture.startswith("Qwen"):
+    if qwen and fields.integer("max_window_layers", default=0, minimum=0):
         rule = "vLLM runs Qwen with a window on every layer or on none (models/qwen2.py)"
         raise fields.error("use_sliding_window", "is true beside max_window_layers", rule)
     sliding = _attention(fields, "sliding", _window(fields))
-    if len(set(types)) > 1:
-        return {"layers": _by_layer_type(fields, types, {"full_attention": full, "sliding_attention": sliding})}
-    return {"layers": _stack([sliding] * count)}
+    types = fields.strings("layer_types", count) or ["sliding_attention"] * count
+    return {"layers": _by_layer_type(fields, types, {"full_attention": full, "sliding_attention": sliding})}
 
 
 def _alternating(fields: Fields, pattern: int) -> dict[str, Any]:
@@ -86,8 +85,6 @@ def _alternating(fields: Fields, pattern: int) -> dict[str, Any]:
         "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)
     ]
     full, sliding = _attention(fields), _attention(fields, "sliding", _window(fields))
-    if len(set(types)) == 1:
-        full = sliding  # CacheConfig.sliding_window, see plain()
     return {"layers": _by_layer_type(fields, types, {"full_attention": full, "sliding_attention": sliding})}
 
 

@@ -146,9 +146,11 @@ class Model:
     """All that the planner reads from a HF config.
 
     kv_heads and head_size are vLLM's model-wide values (ModelConfig.get_total_num_kv_heads, get_head_size: the maximum over
-    layers); they decide the hybrid block size and appear in the transfer handshake. drafter: the caches that the model's own MTP
-    head adds, empty when the family has none. hybrid: vLLM's ModelConfig.is_hybrid (recurrent and attention layers together). copies_heads: the model
-    class gives a rank at least one KV head (gpt-oss does not: TP above its KV heads fails). refuses_float16: ModelConfig's own list.
+    layers); they decide the hybrid block size and appear in the transfer handshake.
+    drafter: the caches that the model's own MTP head adds, empty when the family has none.
+    hybrid: vLLM's ModelConfig.is_hybrid (recurrent and attention layers together).
+    copies_heads: the model class gives a rank at least one KV head (gpt-oss does not: TP above its KV heads fails).
+    refuses_float16: ModelConfig's own list. assumed: priced by --assume-gqa.
     shared_from: (layer, earlier layer whose cache it reads) for layers without a cache of their own.
     """
 

@@ -19,12 +19,11 @@ _QUANT_BYTES = {"fp8": 1.0, "nvfp4": 0.5625, "modelopt_fp4": 0.5625, "mxfp4": 0.
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters by how vLLM spreads them: dense (attention, MLP; by TP), experts (by TP, or by TP x DP with expert parallelism),
-    embedding (by TP), copied (on every rank)."""
+    """Parameters by how vLLM spreads them: dense (attention, MLP) by TP; experts by TP x DP, with expert parallelism or without
+    (fused_moe/config.py flatten_tp_across_dp_and_pcp); copied on every rank."""
 
     dense: float = 0.0
     experts: float = 0.0
-    embedding: float = 0.0
     copied: float = 0.0
 
 
@@ -112,7 +111,7 @@ def rank_bytes(model: Model, shape: RoleShape) -> float:
             rank = everything / tp
         own, total = own + rank * count, total + everything * count
     mlp = _mlp(fields, model.decoder_layers)
-    expert_ranks = tp * (shape.data_parallel if shape.expert_parallel else 1)
+    expert_ranks = tp * shape.data_parallel
     vocabulary = fields.integer("vocab_size", default=0, minimum=0) * fields.integer("hidden_size")
     tables = 1 if fields.get("tie_word_embeddings") else 2
     unquantized = DTYPE_BYTES[model_dtype(model, shape)]

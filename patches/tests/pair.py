@@ -218,7 +218,7 @@ class Engine:
             get_current_attn_backends=lambda *_: [CPUAttentionBackend],
             get_tensor_model_parallel_rank=lambda: rank,
             get_tensor_model_parallel_world_size=lambda: self.tp,
-        ), mock.patch.object(bw.current_platform, "discover_numa_topology", lambda: []):
+        ), mock.patch.object(bw.current_platform, "discover_numa_topology", return_value=[]):
             worker = self.settings.worker_class(self.config, self.engine_id, self.kv_config)
         layout = KVCacheLayout[self.settings.layout]
         kernel_sizes = [group.kv_cache_spec.block_size for group in self.kv_config.kv_cache_groups]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from pair import Geometry, handshake_error, pair, Settings
+from pair import Geometry, Settings, handshake_error, pair
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 
 # The head counts and sizes of gemma-4-31B, with one global layer.

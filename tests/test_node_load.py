@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
+import os
+import random
+import signal
+import socket
+import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pdlaunch.node.http import HttpError, get
 from pdlaunch.node.load import (
     EXPORT,
     RECORDS,
@@ -26,9 +34,11 @@ from pdlaunch.node.load import (
     server_token_counts,
 )
 from pdlaunch.node.process import Exit
-from pdlaunch.node.spec import LoadPhase, LoadSpec
-from tests.envs import ROOT, aiperf
+from pdlaunch.node.recall import run_recall
+from pdlaunch.node.spec import LoadPhase, LoadSpec, RecallSpec
+from tests.envs import ROOT, aiperf, engine_python
 from tests.fakes import openai_server as fake
+from tests.fakes.mocker_model import write_mocker_model
 
 PHASE = LoadPhase(name="c2", input_tokens=64, output_tokens=8, requests=6, concurrency=2, warmup_requests=2, timeout_s=500.0,
                   slos_ms={"time_to_first_token": 5000.0})
@@ -89,7 +99,7 @@ def test_t24_no_tokens_at_all(tmp_path: Path) -> None:
     result = run(tmp_path / "x", fake.empty, replace(PHASE, warmup_requests=0))
     assert not result.passed
     assert (result.exit_code, result.output_tokens) == (1, None)
-    assert any("left no profile_export_aiperf.json" in w for w in result.why)
+    assert any("left no profile_export_aiperf.json" in w and "No responses with actual content" in w for w in result.why)
 
 
 def test_t24_sse_errors_in_200_streams_and_answers_that_are_too_short(tmp_path: Path) -> None:
@@ -193,3 +203,71 @@ def test_the_command_of_a_phase(tmp_path: Path) -> None:
 def test_what_aiperf_would_refuse_is_found_before_submission(change: dict[str, Any], key: str) -> None:
     assert phase_problems(PHASE) == []
     assert key in [k for k, _ in phase_problems(replace(PHASE, **change))]
+
+
+@pytest.fixture
+def mocker_pair(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
+    """(URL of a real frontend, model folder, metrics URLs) with Dynamo's mocker as prefill and decode, found through files."""
+    python = str(engine_python([]))
+    http, *ports = free_ports(3)
+    model = write_mocker_model(tmp_path / "model", ROOT / "models" / "gemma4-recall-4x1")
+    loopback = dict.fromkeys(("DYN_HTTP_HOST", "DYN_SYSTEM_HOST", "DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST",
+                              "DYN_EVENT_PLANE_HOST"), "127.0.0.1")
+    env = {**os.environ, **loopback, "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(tmp_path / "kv"), "DYN_EVENT_PLANE": "zmq",
+           "DYN_NAMESPACE": "load-test", "DYN_SDK_DISABLE_ANSI_LOGGING": "1", "HF_HUB_OFFLINE": "1"}
+    (tmp_path / "kv").mkdir()
+    started = []
+    with (tmp_path / "dynamo.log").open("wb") as log:
+        for role, port in zip(("prefill", "decode"), ports, strict=True):
+            argv = [python, "-m", "dynamo.mocker", "--model-path", str(model), "--model-name", "m", "--disaggregation-mode", role,
+                    "--speedup-ratio", "10"]
+            started.append(subprocess.Popen(argv, env={**env, "DYN_SYSTEM_PORT": str(port)}, stdout=log, stderr=log,
+                                            start_new_session=True))
+        started.append(subprocess.Popen([python, "-m", "dynamo.frontend", "--http-port", str(http)], env=env, stdout=log, stderr=log,
+                                        start_new_session=True))
+    url, deadline = f"http://127.0.0.1:{http}", time.monotonic() + 240
+    try:
+        while not ready(url):
+            alive = all(process.poll() is None for process in started)
+            assert alive and time.monotonic() < deadline, (tmp_path / "dynamo.log").read_text()[:5000]
+            time.sleep(0.2)
+        yield url, model, [f"http://127.0.0.1:{port}/metrics" for port in ports]
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Below 32768: Dynamo 1.6.1 reads DYN_SYSTEM_PORT as a signed 16-bit number."""
+    found: list[int] = []
+    for port in random.sample(range(20000, 32000), 200):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no free port between 20000 and 32000")
+
+
+def ready(url: str) -> bool:
+    try:
+        return get(f"{url}/v1/models/m/ready", timeout_s=5.0).status == 200
+    except HttpError:
+        return False
+
+
+@pytest.mark.engine
+def test_load_and_recall_against_real_dynamo_with_a_simulated_engine(mocker_pair: tuple[str, Path, list[str]], tmp_path: Path) -> None:
+    url, model, metrics_urls = mocker_pair
+    phase = replace(PHASE, concurrency=None, request_rate_per_s=20.0)
+    load = LoadSpec(aiperf=str(aiperf()), tokenizer=str(model), phases=(phase,))
+    result = run_phase(load, phase, url, "m", metrics_urls, tmp_path / "c2", threading.Event())
+    assert result.passed, result.why
+    assert (result.completed, result.output_tokens) == (6, 48)
+    assert None not in server_token_counts(tmp_path / "c2" / "aiperf" / RECORDS)
+    served = json.loads((tmp_path / "c2" / "aiperf" / "server_metrics_export.json").read_text())["summary"]["endpoints_successful"]
+    assert set(metrics_urls) <= set(served)
+    recall = run_recall(url, "m", RecallSpec(2, 300, ("before",)), "before", "seed", tmp_path / "recall", 60.0, threading.Event())
+    assert recall.correct == 0
+    assert all(r["status"] == 200 and not r["error"] and len(set(r["worker_ids"].values())) == 2 for r in recall.rows)

@@ -210,6 +210,22 @@ def test_a_worker_that_was_refused_is_a_lost_worker(tmp_path: Path) -> None:
     assert "workers per role: {'prefill': 1, 'decode': 0}" in reasons(verdict)
 
 
+def test_a_gate_that_never_opened_leaves_the_run_incomplete_with_its_reason(tmp_path: Path) -> None:
+    run = good_run(tmp_path)
+    before_anything(run)
+    gate = {"ready": False, "expected": {"prefill": 1, "decode": 1}, "found": {"prefill": 1}, "failure": "decode: 0 of 1"}
+    (tmp_path / "gate.json").write_text(json.dumps(gate))
+    verdict = run.verdict("engines to be ready: not there after 600 s")
+    assert verdict.verdict == "INCOMPLETE"
+    assert "workers per role could not be judged: decode: 0 of 1" in reasons(verdict)
+
+
+def test_a_recipe_without_recall_says_that_its_text_was_not_checked(tmp_path: Path) -> None:
+    verdict = good_run(tmp_path, recall=None).verdict()
+    assert (verdict.verdict, verdict.text_checked) == ("VALID", False)
+    assert "text NOT checked" in verdict.line
+
+
 def test_http_200_alone_does_not_open_the_gate(tmp_path: Path) -> None:
     run = good_run(tmp_path)
     run.rows("gate.jsonl", [run.row("gate", failure="the completion is empty", content="")])

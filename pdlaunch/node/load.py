@@ -158,7 +158,7 @@ def judge_phase(phase: LoadPhase, artifacts: Path, ended: Exit | None, log: Path
         why.append(f"AIPerf ended with exit code {ended.code}")
     export = read_export(artifacts / EXPORT)
     if export is None:
-        why.append(f"AIPerf left no {EXPORT}: {_last_error(log)}")
+        why.append(f"AIPerf left no {EXPORT}: {_record_error(artifacts / RECORDS) or _last_error(log)}")
     else:
         why += export_problems(export, phase)
     document = export or {}
@@ -275,6 +275,18 @@ def _first_error(export: dict[str, Any]) -> str:
     return ""
 
 
+def _record_error(records: Path) -> str:
+    """The first error of a request, as AIPerf recorded it; '' when there is none."""
+    try:
+        for line in records.read_text(encoding="utf-8").splitlines():
+            error = json.loads(line).get("error")
+            if error:
+                return f"{error.get('type')}: {str(error.get('message'))[:300]}"
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return ""
+
+
 def _last_error(log: Path) -> str:
-    lines = [line for line in tail(log, 200).splitlines() if " ERROR " in line or "Error" in line]
+    lines = [line for line in tail(log, 200).splitlines() if " ERROR " in line or "Reason:" in line]
     return lines[-1].strip(" │|")[:300] if lines else (tail(log, 1) or "no output")

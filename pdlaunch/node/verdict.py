@@ -63,7 +63,11 @@ def judge(spec: Spec, evidence: Evidence, ended: str) -> Verdict:
         reasons += [] if checks else ["there is nothing to judge"]
     else:
         word = "VALID"
-    return Verdict(word, _line(word, spec, evidence, reasons), tuple(reasons), tuple(checks), spec.proof.text_checked)
+    return Verdict(word, _line(word, spec, evidence, reasons), tuple(reasons), tuple(checks), _text_checked(spec))
+
+
+def _text_checked(spec: Spec) -> bool:
+    return spec.proof.text_checked and spec.recall is not None
 
 
 def _reason(check: Check) -> str:
@@ -73,19 +77,17 @@ def _reason(check: Check) -> str:
 
 def _line(word: str, spec: Spec, evidence: Evidence, reasons: list[str]) -> str:
     said = []
-    if spec.proof.text_checked and spec.recall is not None:
+    if _text_checked(spec) and spec.recall is not None:
         correct = sum(evidence.get(f"recall.{when}.correct") or 0 for when in spec.recall.when)
         said.append(f"recall {correct}/{spec.recall.prompts * len(spec.recall.when)}")
-    elif not spec.proof.text_checked:
-        said.append("text NOT checked")
     else:
-        said.append("no recall check in this recipe")
+        said.append("text NOT checked")
     moved = {name: evidence.get(f"transfer.decode.total.{name}") for name in ("bytes", "transfers", "failed_transfers")}
     if not spec.proof.disaggregated:
         said.append("aggregated, no transfer")
     elif all(value is not None for value in moved.values()):
         said.append(f"{moved['bytes']:,} bytes in {moved['transfers']:,} transfers, {moved['failed_transfers']:,} failed")
-    elif spec.proof.text_checked:
+    elif _real(spec):
         said.append("transfer not measured")
     phases = [evidence.get(f"load.{phase.name}.passed") for phase in (spec.load.phases if spec.load else ())]
     said += [f"load {sum(p is True for p in phases)}/{len(phases)} phases"] if phases else []
@@ -155,11 +157,18 @@ def log_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
 
 def gate_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
     if any(e.kind != "vllm.serve" for e in spec.engines):
-        expected = evidence.get("gate.expected")
-        yield _check(evidence, "workers per role", "gate.found", lambda found: found == expected, str(expected))
+        yield _workers(evidence)
         yield _check(evidence, "first completion", "gate.deployment.failure", lambda v: v == "", "a completion that was looked at")
     if spec.engines_of("control"):
         yield _check(evidence, "first completion of the control engine", "gate.control.failure", lambda v: v == "", "a completion")
+
+
+def _workers(evidence: Evidence) -> Check:
+    """A gate that never opened leaves this open: the workers may only have been slow; one that was refused is told by the log."""
+    name, expected, found = "workers per role", evidence.get("gate.expected"), evidence.get("gate.found")
+    if found is None or evidence.get("gate.ready") is not True:
+        return Check(name, None, evidence.get("gate.failure") or "the gate was not reached", str(expected or "as in the spec"))
+    return Check(name, found == expected, str(found), str(expected), "gate.json")
 
 
 def transfer_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:

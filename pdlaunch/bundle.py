@@ -22,6 +22,8 @@ from pdlaunch.recipe import Recipe
 SCHEMA_VERSION = 1
 HASHED_MODEL_FILE_BYTES = 64 * 1024 * 1024
 """Larger model files are listed with their size only: hashing tens of gigabytes would make submitting take minutes."""
+TERM_BEFORE_END_S = 120
+"""The batch step gets TERM so long before the time limit, or a quarter of the limit before, to archive the run as INCOMPLETE."""
 _UNITS_MIB = {"M": 1, "G": 1024, "T": 1024 * 1024}
 
 
@@ -103,7 +105,7 @@ def _directives(job: Job, nodes: tuple[NodeSlot, ...], final: Path) -> list[str]
         out += [
             f"--output={_directive_value(str(final).replace('%', '%%') + '/slurm-%j.out')}",
             "--open-mode=append",
-            "--signal=B:TERM@120",
+            f"--signal=B:TERM@{min(TERM_BEFORE_END_S, job.recipe.time_limit_minutes * 15)}",
             "--no-requeue",
         ]
     out += [

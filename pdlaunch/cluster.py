@@ -146,7 +146,7 @@ class Cluster:
 
 def load(path: Path, settings: tuple[str, ...] = ()) -> Cluster:
     """Read, bind and check one cluster file; RecipeError on the first thing that is wrong."""
-    document = yamlfile.override(yamlfile.read(path), settings)
+    document = yamlfile.override(yamlfile.read(path), settings, "cluster.")
     cluster = dataclasses.replace(yamlfile.bind(Cluster, document), source=document)
     if cluster.name != path.stem:
         raise RecipeError(

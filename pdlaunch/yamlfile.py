@@ -35,6 +35,8 @@ class Document:
     lines: dict[KeyPath, int]
     overrides: dict[str, str] = field(default_factory=dict)
     """Dotted key -> value as written on the command line."""
+    prefix: str = ""
+    """What the command line writes before a key of this file, as in --set cluster.key=value."""
 
     def where(self, key: KeyPath | str) -> Where:
         """The place of a key, or of the nearest enclosing key that the file has; an override is its own place."""
@@ -42,7 +44,7 @@ class Document:
         name = dotted(path)
         for part in [name, *(dotted(path[:n]) for n in range(len(path) - 1, 0, -1))]:
             if part in self.overrides:
-                return Where(key=f"--set {part}={self.overrides[part]}")
+                return Where(key=f"--set {self.prefix}{part}={self.overrides[part]}")
         line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), 1)
         return Where(self.path, line, name or None)
 
@@ -83,7 +85,9 @@ def read(path: Path) -> Document:
 def _plain(loader: Any, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path) -> Any:
     if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN_TAGS:
         line = node.start_mark.line + 1
-        raise RecipeError(f"the YAML tag {node.tag!r}", where=Where(file, line, dotted(path) or None), rule="plain mappings and lists, no tags")
+        raise RecipeError(
+            f"the YAML tag {node.tag!r}", where=Where(file, line, dotted(path) or None), rule="plain mappings and lists, no tags"
+        )
     if isinstance(node, yaml.MappingNode):
         out: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -112,7 +116,7 @@ def _plain(loader: Any, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int
     return loader.construct_object(node)
 
 
-def override(document: Document, settings: typing.Iterable[str]) -> Document:
+def override(document: Document, settings: typing.Iterable[str], prefix: str = "") -> Document:
     """The document with each key=value laid over it; the value is read as YAML, so numbers, lists and {a: b} work.
 
     A key of a list is its index: load.0.requests=4. RecipeError names the override.
@@ -131,7 +135,7 @@ def override(document: Document, settings: typing.Iterable[str]) -> Document:
             raise RecipeError(f"--set {setting}: the value is not YAML ({e})", rule="--set key=value") from None
         _lay(data, key.split("."), value, setting)
         recorded[dotted(tuple(int(p) if p.isdigit() else p for p in key.split(".")))] = text
-    return Document(document.path, data, document.lines, recorded)
+    return Document(document.path, data, document.lines, recorded, prefix)
 
 
 def _lay(data: Any, parts: list[str], value: Any, setting: str) -> None:

@@ -179,6 +179,7 @@ def test_bad_cluster(site: str, settings: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as e:
         cluster.load(ROOT / "clusters" / f"{site}.yaml", tuple(settings))
     assert message in str(e.value)
+    assert str(e.value).startswith((f"--set cluster.{settings[0].split('=')[0]}", str(ROOT)))
 
 
 def test_role_arguments_win_over_those_of_every_engine() -> None:

@@ -1,0 +1,182 @@
+"""The command line: exit codes, one message for each mistake, nothing written on bad input, help that is quick to come and true."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import slurm_commands
+from tests.golden_cases import ROOT
+
+
+def launch(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **env},
+    )
+
+
+def test_help_names_every_verb() -> None:
+    done = launch("--help")
+    assert done.returncode == 0
+    for verb in ("list", "check", "render", "submit", "status", "cancel", "recall", "doctor", "verify", "patch"):
+        assert f"\n  {verb} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "heavy"),
+    [
+        (["--help"], ["yaml", "jinja2", "rich", "pdlaunch.recipe", "importlib.metadata", "difflib"]),
+        (["list"], ["jinja2", "rich", "http.client"]),
+    ],
+)
+def test_what_is_not_needed_is_not_loaded(words: list[str], heavy: list[str]) -> None:
+    program = [
+        "import runpy, sys",
+        f"sys.argv = ['launch.py', *{words!r}]",
+        "try: runpy.run_path('launch.py', run_name='__main__')",
+        "except SystemExit: pass",
+        f"print([m for m in {heavy!r} if m in sys.modules], file=sys.stderr)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(program)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.strip() == "[]"
+
+
+BAD = [
+    (["--recpe", "x"], "No such option"),
+    (["--recipe", "tiny-p1d9"], "no recipe 'tiny-p1d9'"),
+    (["--recipe", "tiny-p1d1", "--cluster", "none"], "no cluster 'none'"),
+    (["--recipe", "tiny-p1d1", "verify", "last"], "options belong behind the verb"),
+    (
+        ["render", "--recipe", "tiny-p1d1", "--set", "engines.decode.extra_args=[-tp4]", "--out", "OUT"],
+        "use the key engines.<role>.tensor_parallel",
+    ),
+    (["render", "--recipe", "tiny-p1d1", "--set", "engines.decode.tensor_parallel=3", "--out", "OUT"], "attention heads (8)"),
+    (["render", "--recipe", "tiny-p1d1", "--set", "nonsense=3", "--out", "OUT"], "unknown key 'nonsense'"),
+    (["render", "--recipe", "tiny-p1d1", "--set", "cluster.aiperf=/none/aiperf", "--out", "OUT"], "/none/aiperf cannot be started"),
+    (["submit", "--recipe", "tiny-p1d1", "--set", "cluster.min_free_gib=1000000000", "--out", "OUT"], "GiB free"),
+    (["submit", "--recipe", "tiny-p1d1", "--bundle", "OUT"], "one of them"),
+    (["submit", "--bundle", "OUT"], "is no bundle"),
+    (["status", "OUT"], "was not submitted"),
+    (["verify", "no-such-run"], "0 runs are called 'no-such-run'"),
+    (["patch", "status"], "--python"),
+    (["--local", "--recipe", "gemma4-p4d8", "--cluster", "example"], "--local with the container images"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), BAD, ids=[" ".join(b[0])[:60] for b in BAD])
+def test_bad_input_is_exit_code_2_and_writes_nothing(tmp_path: Path, words: list[str], part: str) -> None:
+    out = tmp_path / "empty" / "out"
+    out.parent.mkdir()
+    done = launch(*[str(out) if w == "OUT" else w for w in words])
+    assert done.returncode == 2, done.stderr
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(out.parent.iterdir()) == []
+
+
+def test_no_arguments_show_the_help() -> None:
+    done = launch()
+    assert done.returncode == 2
+    assert "Usage: launch.py" in done.stdout
+
+
+def test_dry_run_shows_placement_ports_commands_and_script(tmp_path: Path) -> None:
+    done = launch("--recipe", "gemma4-p4d8", "--cluster", "example", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "node 0 (component 0, 4 GPUs): etcd, nats, frontend, prefill-0 GPUs 0-3",
+        "node 1 (component 1, 8 GPUs): decode-0 GPUs 0-7",
+        "ports: frontend a free one",
+        "-m dynamo.vllm",
+        "--etcd"[2:],
+        "#SBATCH hetjob",
+        "transfer of one prompt: 8 ranks",
+    ):
+        assert part in done.stdout
+
+
+def test_list_and_check_as_json() -> None:
+    names = {row["name"] for row in json.loads(launch("list", "--format", "json").stdout)}
+    assert {"tiny-p1d1", "gemma4-p4d8", "local", "example"} <= names
+    done = launch("check", "--recipe", "gemma4-p4d8", "--cluster", "example-venv", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    assert {"check", "result", "detail"} == set(json.loads(done.stdout)[0])
+
+
+def test_submit_status_and_cancel_through_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    commands = slurm_commands.install(tmp_path / "bin", {"sbatch": {"out": "4711\n"}, "squeue": {"out": "PENDING|Resources\n"}})
+    env = {"PATH": f"{commands}:{os.environ['PATH']}"}
+    out = tmp_path / "it's a bundle"
+    words = ["--recipe", "gemma4-p4d8", "--cluster", "example-venv", "--set", f"cluster.results_dir={tmp_path / 'results'}"]
+    done = launch("submit", *words, "--out", str(out), **env)
+    assert done.returncode == 0, done.stderr
+    assert "submitted job 4711" in done.stdout
+    status = launch("status", str(out), "--format", "json", **env)
+    assert json.loads(status.stdout)["state"] == "PENDING"
+    assert launch("submit", "--bundle", str(out), **env).returncode == 2
+    assert launch("cancel", str(out), **env).stdout == "cancelled job 4711\n"
+
+
+def test_a_defect_of_the_launcher_is_exit_code_3(tmp_path: Path) -> None:
+    program = "import sys; sys.path.insert(0, '.'); import launch, pdlaunch.session as s\n"
+    program += "def broken(*a, **k): raise KeyError('x')\n"
+    program += "s.catalogue = broken; sys.argv = ['launch.py', 'list']; sys.exit(launch.main())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "this is a defect of the launcher" in done.stderr
+
+
+def test_doctor_says_what_is_missing(tmp_path: Path) -> None:
+    copy = tmp_path / "broken.yaml"
+    text = (
+        (ROOT / "clusters" / "local.yaml")
+        .read_text(encoding="utf-8")
+        .replace("name: local", "name: broken")
+        .replace(".envs/aiperf", "/none/aiperf")
+    )
+    copy.write_text(text, encoding="utf-8")
+    done = launch("doctor", "--cluster", str(copy), "--format", "json")
+    assert done.returncode == 1
+    found = {row["what"]: row for row in json.loads(done.stdout)}
+    assert found["aiperf"][""] == "MISSING"
+    assert "make setup" in found["aiperf"]["next"]
+    assert found["launcher Python"][""] == "ok"
+
+
+def test_repeat_command_renders_the_same_spec(tmp_path: Path) -> None:
+    words = [
+        "--recipe",
+        "gemma4-p4d8",
+        "--cluster",
+        "example-venv",
+        "--set",
+        "engine_args.max_num_seqs=32",
+        "--set",
+        "load.0.requests=99",
+        "--set",
+        "cluster.network.http_port=8123",
+    ]
+    assert launch("render", *words, "--out", str(tmp_path / "a")).returncode == 0
+    first = json.loads((tmp_path / "a" / "spec.json").read_text(encoding="utf-8"))
+    again = first["run"]["repeat_command"].split()
+    assert again[:2] == ["python", "launch.py"]
+    done = launch("render", *again[2:], "--out", str(tmp_path / "b"))
+    assert done.returncode == 0, done.stderr
+    second = json.loads((tmp_path / "b" / "spec.json").read_text(encoding="utf-8"))
+    for spec in (first, second):
+        for name in ("created_utc", "git_commit", "git_dirty_sha256"):
+            spec["run"].pop(name)
+    assert first == second
+    assert first["run"]["overrides"] == {"engine_args.max_num_seqs": "32", "load.0.requests": "99", "cluster.network.http_port": "8123"}

@@ -1,0 +1,26 @@
+"""The recipe reference is what its tool makes of the docstrings, and every key is in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.golden_cases import ROOT
+
+
+def test_committed_reference_is_the_generated_one() -> None:
+    program = "import sys; sys.path[:0] = ['.', 'tools']; import make_reference; sys.stdout.write(make_reference.reference())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == Path(ROOT / "docs" / "recipe-reference.md").read_text(encoding="utf-8"), "run tools/make_reference.py"
+    assert "engines_share_gpus" in done.stdout
+
+
+def test_committed_mocker_model_is_the_generated_one(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, 'tools'); import make_mocker_model as m; from pathlib import Path\n"
+        f"m.TARGET = Path({str(tmp_path / 'm')!r}); m.main()"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=True)
+    made = {p.name: p.read_bytes() for p in (tmp_path / "m").iterdir()}
+    assert made == {p.name: p.read_bytes() for p in (ROOT / "models" / "mocker").iterdir()}

@@ -38,7 +38,6 @@ from pdlaunch.node.recall import run_recall
 from pdlaunch.node.spec import LoadPhase, LoadSpec, RecallSpec
 from tests.envs import ROOT, aiperf, engine_python
 from tests.fakes import openai_server as fake
-from tests.fakes.mocker_model import write_mocker_model
 
 PHASE = LoadPhase(name="c2", input_tokens=64, output_tokens=8, requests=6, concurrency=2, warmup_requests=2, timeout_s=500.0,
                   slos_ms={"time_to_first_token": 5000.0})
@@ -210,7 +209,7 @@ def mocker_pair(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
     """(URL of a real frontend, model folder, metrics URLs) with Dynamo's mocker as prefill and decode, found through files."""
     python = str(engine_python([]))
     http, *ports = free_ports(3)
-    model = write_mocker_model(tmp_path / "model", ROOT / "models" / "gemma4-recall-4x1")
+    model = ROOT / "models" / "mocker"
     loopback = dict.fromkeys(("DYN_HTTP_HOST", "DYN_SYSTEM_HOST", "DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST",
                               "DYN_EVENT_PLANE_HOST"), "127.0.0.1")
     env = {**os.environ, **loopback, "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(tmp_path / "kv"), "DYN_EVENT_PLANE": "zmq",

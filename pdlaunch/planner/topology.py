@@ -87,8 +87,12 @@ def search(model: Model, base: RoleShape, gpus: int, tokens: int, *, by: str = "
         raise PlanError("GPU memory is unknown", rule="a search compares capacities", hint="--gpu NAME or --gpu-memory-gib")
     experts = any(model.text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"))
     found = [candidate(model, shape, tokens) for shape in shapes(base, gpus, experts=experts)]
-    score = {"requests_per_gpu": lambda c: c.held_per_gpu, "concurrency": lambda c: c.engine_held}[by]
-    return sorted(found, key=lambda c: (bool(c.refused), -score(c), c.gpus, c.shape.expert_parallel))
+
+    def order(c: Candidate) -> tuple[bool, float, int, bool]:
+        score = c.held_per_gpu if by == "requests_per_gpu" else float(c.engine_held)
+        return bool(c.refused), -score, c.gpus, c.shape.expert_parallel
+
+    return sorted(found, key=order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ def test_an_engine_sees_neither_slurm_nor_another_deployment(tmp_path):
                  "PROMETHEUS_MULTIPROC_DIR": "/x", "PYTHONPATH": "/x", "HOME": "/no/such", "CUDA_VISIBLE_DEVICES": "4,5"}
     env, removed = engine_environment(inherited, {"DYN_NAMESPACE": "mine"}, tmp_path)
     assert env == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "4,5", "TMPDIR": str(tmp_path), "HOME": str(tmp_path), "DYN_NAMESPACE": "mine"}
+    boxed, _ = engine_environment(inherited, {}, tmp_path, in_container=True)
+    assert boxed["PYTHONPATH"] == "/x"
     assert removed == ["DYN_NAMESPACE", "NATS_SERVER", "PMIX_RANK", "PMI_RANK", "PROMETHEUS_MULTIPROC_DIR", "PYTHONPATH", "SLURM_JOB_ID"]
 
 

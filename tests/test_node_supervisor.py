@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,9 @@ import pytest
 
 from pdlaunch.archive import verify
 from pdlaunch.node.contracts import SNAPSHOTS, write_json
+from pdlaunch.node.process import StageFailed
 from pdlaunch.node.spec import Deadlines, LoadPhase, LoadSpec, Proof, RecallSpec, ServiceSpec, to_json
+from pdlaunch.node.supervisor import Run, make_run_dir
 from tests.envs import aiperf, engine_python
 from tests.fakes import specs
 
@@ -81,13 +84,14 @@ class Job:
                     text = "".join((entry / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ"))
                 except OSError:
                     continue
-                if str(self.run_dir) in text or f"TMPDIR={self.tmp_dir()}" in text:
+                if str(self.run_dir) in text or self.tmp_dir() in text:
                     found.append(int(entry.name))
         return found
 
     def tmp_dir(self) -> str:
+        """The private folder of the whole job, which holds those of its engines."""
         facts = self.run_dir / "nodes" / "decode-0.json"
-        return json.loads(facts.read_text())["environment"]["TMPDIR"] if facts.exists() else "/no/such"
+        return str(Path(json.loads(facts.read_text())["environment"]["TMPDIR"]).parent) if facts.exists() else "/no/such"
 
 
 @pytest.fixture
@@ -123,12 +127,11 @@ def test_an_engine_that_dies_ends_the_wait_at_once_and_shows_its_last_lines(job,
 
 
 def test_engines_that_never_get_ready_end_at_the_deadline_with_what_is_missing(job, tmp_path):
-    deadlines = Deadlines(control_plane_s=60, engines_s=3, stop_s=8)
+    deadlines = Deadlines(control_plane_s=60, engines_s=12, stop_s=8)
     one = job(fake_pair(tmp_path, (fake_frontend("never_ready"),), deadlines=deadlines))
     assert one.end() == 1
-    assert "engines to be ready: not there after 3 s; decode: 0 of 1" in one.text()
-    assert one.verdict()["verdict"] == "INVALID"
-    assert one.verdict()["reasons"][0].startswith("workers per role")
+    assert "engines to be ready: not there after 12 s; decode: 0 of 1" in one.text()
+    assert one.verdict()["verdict"] == "INCOMPLETE"
     assert json.loads((one.run_dir / "gate.json").read_text())["found"] == {"prefill": 1, "decode": 0}
     assert_archived(one)
 
@@ -189,6 +192,51 @@ def test_an_existing_run_folder_is_refused_and_left_alone(job, tmp_path):
     assert one.end() == 2
     assert "each run needs a new one" in one.text()
     assert list(one.run_dir.iterdir()) == []
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(job, tmp_path):
+    one = job(fake_pair(tmp_path, (fake_frontend("never_ready"),), decode=("leaves_child", "own_session")))
+    one.wait_for("engines_ready")
+    log = one.run_dir / "logs" / "decode-0.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and (said := re.search(r"child (\d+)", log.read_text()))):
+        assert time.monotonic() < deadline, one.text()
+        time.sleep(0.05)
+    assert int(said.group(1)) in one.pids()
+    one.process.kill()
+    one.process.wait()
+    while one.pids():
+        assert time.monotonic() < deadline, one.pids()
+        time.sleep(0.05)
+
+
+def test_a_full_disk_ends_the_next_stage_and_is_said(tmp_path, capsys):
+    write_json(tmp_path / "spec.json", to_json(fake_pair(tmp_path, ())))
+    run = Run(fake_pair(tmp_path, ()), tmp_path / "spec.json", tmp_path, "test")
+    run.events.path = Path("/dev/full")
+    with pytest.raises(StageFailed, match="/dev/full cannot be written: No space left"), run.stage("load"):
+        raise AssertionError("the stage was begun")
+    (tmp_path / "logs").mkdir()
+    run.shut_down()
+    assert "No space left" in capsys.readouterr().out
+
+
+def test_a_results_folder_without_room_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 2**20))
+    with pytest.raises(OSError, match=r"0\.00 GiB free, 0\.25 GiB are needed"):
+        make_run_dir(tmp_path / "results" / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_verdict_can_be_had_again_from_the_archive_alone(job, tmp_path):
+    one = job(fake_pair(tmp_path, (), decode=("dies",)))
+    assert one.end() == 1
+    again = subprocess.run([sys.executable, "-m", "pdlaunch.node", "judge", str(one.run_dir)], cwd=ROOT, capture_output=True, text=True,
+                           timeout=60, check=False)
+    assert again.returncode == 1
+    assert again.stdout.splitlines()[0] == one.verdict()["line"]
+    assert "otherwise" not in again.stdout
+    assert_archived(one)
 
 
 def test_two_jobs_at_once_share_neither_ports_nor_folders(job, tmp_path):

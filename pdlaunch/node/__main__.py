@@ -26,6 +26,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _judge(argv: list[str]) -> int:
+    from .contracts import Verdict
     from .finish import judge
 
     parser = argparse.ArgumentParser(prog="node judge", allow_abbrev=False)
@@ -33,8 +34,12 @@ def _judge(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     manifest = args.run / "manifest.json"
     ended = json.loads(manifest.read_text(encoding="utf-8"))["ended"] if manifest.exists() else "the run did not reach its end"
-    verdict = judge(args.run, ended)
+    verdict = judge(args.run, ended, write=False)
     print("\n  ".join([verdict.line, *verdict.reasons]))
+    kept = Verdict.read(args.run / "verdict.json") if (args.run / "verdict.json").exists() else None
+    if kept is not None and kept != verdict:
+        print(f"  the archive says otherwise: {kept.line}")
+        return 1
     return 0 if verdict.verdict == "VALID" else 1
 
 

@@ -18,7 +18,10 @@ from .spec import EngineSpec, Spec
 from .worker import process_name
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[len(__package__.split("."))]
-"""Folder from which `python3 -m <this package>` works: the bundle, or the repository."""
+"""Folder from which this package can be imported: the bundle, or the repository."""
+_START_WRAPPER = ("import importlib, sys; sys.path.insert(0, sys.argv.pop(1)); "
+                  "sys.exit(importlib.import_module(sys.argv.pop(1)).main(sys.argv[1:]))")
+"""`-m` would need the working directory or PYTHONPATH: a container starts in a folder of its own, and its image may have set the latter."""
 _KILL_AFTER_GRACE_S = 2.0
 
 
@@ -57,9 +60,9 @@ def start_rank(spec: Spec, spec_path: Path, engine: EngineSpec, rank: int, host:
     """Start one rank's wrapper, with the engine's own Python so that it sees the engine's environment."""
     run_dir = Path(values["run_dir"])
     name = process_name(engine, rank)
-    command = [engine.python, "-u", "-m", __package__, "worker", "--spec", str(spec_path), "--name", engine.name, "--rank", str(rank),
-               "--run-dir", str(run_dir), "--values", json.dumps({k: v for k, v in values.items() if k not in ("tmp_dir", "node_ip")}),
-               "--node-ip", host.address]
+    shared = json.dumps({k: v for k, v in values.items() if k not in ("tmp_dir", "node_ip")})
+    command = [engine.python, "-B", "-u", "-c", _START_WRAPPER, str(PACKAGE_ROOT), f"{__package__}.worker", "--spec", str(spec_path),
+               "--name", engine.name, "--rank", str(rank), "--run-dir", str(run_dir), "--values", shared, "--node-ip", host.address]
     if spec.run.launcher == "local" and "tmp_dir" in values:
         command += ["--tmp-parent", values["tmp_dir"]]
     if spec.run.launcher == "slurm":

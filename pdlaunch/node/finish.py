@@ -30,15 +30,16 @@ def copy_bundle(bundle: Path, spec_path: Path, run_dir: Path, redactor: Redactor
                 (run_dir / name).write_text(cleaned, encoding="utf-8")
 
 
-def judge(run_dir: Path, ended: str) -> Verdict:
-    """Write evidence.json and verdict.json of a run folder. ended: '' for a run that reached its end, else why it did not."""
+def judge(run_dir: Path, ended: str, write: bool = True) -> Verdict:
+    """The verdict that the files of a run give; write: keep it and its evidence there. ended: '' for a run that reached its end."""
     from . import evidence, verdict
 
     spec = load_spec(run_dir / "spec.json")
     found = evidence.collect(spec, run_dir)
-    found.write(run_dir / "evidence.json")
     judged = verdict.judge(spec, found, ended)
-    judged.write(run_dir / "verdict.json")
+    if write:
+        found.write(run_dir / "evidence.json")
+        judged.write(run_dir / "verdict.json")
     return judged
 
 

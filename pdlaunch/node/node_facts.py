@@ -20,9 +20,10 @@ _DIST_INFO = re.compile(r"^(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)\.dist-inf
 
 ENGINE_NEVER_SEES = re.compile(
     r"^(SLURM_|SBATCH_|SRUN_|PMI|PMIX|OMPI_|DYN_|ETCD_|NATS_|VLLM_NIXL_|VLLM_PORT$|PROMETHEUS_MULTIPROC_DIR$"
-    r"|MASTER_ADDR$|MASTER_PORT$|RANK$|WORLD_SIZE$|LOCAL_RANK$|PYTHONPATH$|PYTHONHOME$)")
+    r"|MASTER_ADDR$|MASTER_PORT$|RANK$|WORLD_SIZE$|LOCAL_RANK$)")
 """Inherited variables that would steer an engine from outside its spec: Slurm's and MPI's (an engine that finds them thinks that it is a
 task of an MPI job), those of another Dynamo deployment, and another job's rendezvous."""
+PYTHON_PATHS = ("PYTHONPATH", "PYTHONHOME")
 SHOWN_ENVIRONMENT = re.compile(
     r"^(CUDA|NVIDIA_|NCCL_|UCX_|VLLM_|DYN_|NIXL_|ETCD_|NATS_|OMP_|GLOO_|HF_|TRANSFORMERS_|TORCH|PATH$|LD_LIBRARY_PATH$|HOME$|TMPDIR$)")
 
@@ -73,12 +74,15 @@ def interface_address(interface: str) -> str:
     return str(ipaddress.ip_address(packed[20:24]))
 
 
-def engine_environment(inherited: Mapping[str, str], own: Mapping[str, str], tmp_dir: Path) -> tuple[dict[str, str], list[str]]:
+def engine_environment(
+    inherited: Mapping[str, str], own: Mapping[str, str], tmp_dir: Path, in_container: bool = False
+) -> tuple[dict[str, str], list[str]]:
     """(environment of an engine, names that were kept from it).
 
-    own: the spec's variables, filled. TMPDIR is the private folder, and HOME too where the inherited one cannot be written to.
+    own: the spec's variables, filled. TMPDIR is the private folder, and HOME too where the inherited one cannot be written to. A PYTHONPATH
+    of somebody's shell would put other files before the hashed ones; that of a container image belongs to it.
     """
-    removed = sorted(k for k in inherited if ENGINE_NEVER_SEES.match(k))
+    removed = sorted(k for k in inherited if ENGINE_NEVER_SEES.match(k) or (k in PYTHON_PATHS and not in_container))
     env = {k: v for k, v in inherited.items() if k not in removed}
     env["TMPDIR"] = str(tmp_dir)
     home = env.get("HOME", "")

@@ -20,7 +20,7 @@ _PROBE_TIMEOUT_S = 2.0
 
 def start_service(spec: Spec, service: ServiceSpec, values: dict[str, str], head: Host, tmp_dir: Path) -> Child:
     """Start one service with placeholders filled; in the cluster's container through srun when the spec says so."""
-    env, _ = engine_environment(os.environ, {k: fill(v, values) for k, v in service.env.items()}, tmp_dir)
+    env, _ = engine_environment(os.environ, {k: fill(v, values) for k, v in service.env.items()}, tmp_dir, service.container)
     argv = [fill(word, values) for word in service.argv]
     if service.container:
         if spec.slurm is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -13,13 +15,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from . import finish, gate, snapshots
 from .allocation import job_id
 from .contracts import Events, Verdict
 from .deployment import Deployment, redactor_of
 from .process import StageFailed, StopRequested, wait_until
+from .procfs import adopt_orphans
 from .spec import LoadPhase, RecallTime, Spec, load_spec
 
 EXIT_VALID, EXIT_VERDICT, EXIT_BAD_INPUT, EXIT_UNEXPECTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -45,6 +48,8 @@ class Run:
         self.seed = f"{run_dir.name}-{secrets.token_hex(4)}"
         self.deployment = Deployment(spec, spec_path, run_dir, f"pdl-{job}-{secrets.token_hex(2)}", self.stop_event, self.say)
         self.wrong: list[str] = []
+        self.threads: list[threading.Thread] = []
+        self.unwritable = ""
         self.loading = False
 
     def say(self, text: str) -> None:
@@ -59,22 +64,32 @@ class Run:
             self.signal_name = signal.Signals(signum).name
             self.stop_event.set()
 
+    def note(self, stage: str, state: Literal["begin", "end", "failed", "note"], **detail: Any) -> None:
+        """One event. A disk that is full must not keep the job from being stopped: it ends the next stage instead."""
+        try:
+            self.events.add(stage, state, **detail)
+        except OSError as e:
+            self.unwritable = f"{self.events.path} cannot be written: {e.strerror}"
+            self.say(self.unwritable)
+
     @contextlib.contextmanager
     def stage(self, name: str, text: str = "", **detail: Any) -> Iterator[dict[str, Any]]:
         """Events of one stage; the dictionary that it gives is added to the end event."""
         self.say(f"{name}{': ' + text if text else ''}")
-        self.events.add(name, "begin", **detail)
+        self.note(name, "begin", **detail)
+        if self.unwritable:
+            raise StageFailed(self.unwritable)
         result: dict[str, Any] = {}
         try:
             yield result
         except (StageFailed, StopRequested, EndedEarly) as e:
-            self.events.add(name, "failed", **detail, reason=str(e))
+            self.note(name, "failed", **detail, reason=str(e))
             raise
-        self.events.add(name, "end", **detail, **result)
+        self.note(name, "end", **detail, **result)
 
     def wrong_text(self, name: str, what: str, **detail: Any) -> None:
         """A check has failed for good; the run goes on only as far as it helps to say why."""
-        self.events.add(name, "note", failure=what, **detail)
+        self.note(name, "note", failure=what, **detail)
         self.say(f"{name}: FAILED: {what}")
         self.wrong.append(what)
 
@@ -91,6 +106,7 @@ class Run:
                 halt.set()
 
         threads = [threading.Thread(target=guarded, args=(w,), daemon=True) for w in works]
+        self.threads += threads
         for thread in threads:
             thread.start()
         try:
@@ -112,7 +128,7 @@ class Run:
 
     def snapshot(self, when: str) -> None:
         for process, reason in snapshots.take(self.deployment.metrics_urls(), when, self.run_dir / "metrics").items():
-            self.events.add("metrics", "note", process=process, when=when, failure=reason)
+            self.note("metrics", "note", process=process, when=when, failure=reason)
             self.say(f"metrics of {process} at {when}: {reason}")
 
     def start(self) -> None:
@@ -122,7 +138,7 @@ class Run:
             deployment.wait_services(deployment.start_services(("etcd", "nats")), spec.deadlines.control_plane_s)
             frontend = deployment.start_services(("frontend",))
             deployment.start_engines()
-            self.events.add("engines_started", "end", engines=[r.process for r in deployment.ranks])
+            self.note("engines_started", "end", engines=[r.process for r in deployment.ranks])
             self.say(f"engines_started: {', '.join(r.process for r in deployment.ranks)}")
             deployment.wait_services(frontend, spec.deadlines.control_plane_s)
         with self.stage("engines_ready", f"deadline {spec.deadlines.engines_s:g} s") as result:
@@ -219,7 +235,7 @@ class Run:
                 return
             halt.wait(0.1)
         if not halt.is_set():
-            self.events.add("recall_during", "failed", reason="the load was over before a request of it was seen in flight")
+            self.note("recall_during", "failed", reason="the load was over before a request of it was seen in flight")
 
     def idle(self) -> None:
         urls = self.deployment.metrics_urls()
@@ -254,17 +270,19 @@ class Run:
 
     def shut_down(self) -> None:
         self.say("stopping")
-        self.events.add("stopped", "begin", log_bytes=self.deployment.log_bytes())
+        self.note("stopped", "begin", log_bytes=self.deployment.log_bytes())
         budget_s = _STOP_BUDGET_S.get(self.signal_name, min(self.spec.deadlines.stop_s, 60.0))
         killed = self.deployment.stop(budget_s, at_once=bool(self.signal_name))
+        for thread in self.threads:
+            thread.join(_HALT_S)
         self.deployment.clean_up()
-        self.events.add("stopped", "end", killed=killed)
+        self.note("stopped", "end", killed=killed)
 
     def finish(self, ended: str) -> Verdict:
-        self.events.add("judged", "begin", ended=ended)
+        self.note("judged", "begin", ended=ended)
         verdict = finish.judge(self.run_dir, ended)
-        self.events.add("judged", "end", verdict=verdict.verdict, line=verdict.line)
-        self.events.add("archived", "end")
+        self.note("judged", "end", verdict=verdict.verdict, line=verdict.line)
+        self.note("archived", "end")
         finish.write_manifest(self.spec, self.run_dir, ended)
         return verdict
 
@@ -274,6 +292,18 @@ def new_run_dir(spec: Spec, job: str) -> Path:
     return Path(spec.run.results_dir) / spec.run.recipe / f"{stamp}-{job}"
 
 
+def make_run_dir(run_dir: Path) -> None:
+    """OSError when it is there already, cannot be made, or has too little room for the logs of a run."""
+    if run_dir.exists():
+        raise FileExistsError(errno.EEXIST, "it exists already; each run needs a new one")
+    present = next(p for p in run_dir.parents if p.exists())
+    free_gib = shutil.disk_usage(present).free / 2**30
+    if free_gib < MIN_FREE_GIB:
+        raise OSError(errno.ENOSPC, f"{present} has {free_gib:.2f} GiB free, {MIN_FREE_GIB} GiB are needed")
+    for name in ("logs", "nodes"):
+        (run_dir / name).mkdir(parents=True)
+
+
 def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
     """Run the job of spec_path to its verdict; the exit code is 0 VALID, 1 INVALID or INCOMPLETE, 2, 3 or 130."""
     spec_path = spec_path.resolve()
@@ -281,20 +311,23 @@ def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
     job = job_id(os.environ)
     run_dir = (run_dir or new_run_dir(spec, job)).resolve()
     try:
-        run_dir.mkdir(parents=True)
+        make_run_dir(run_dir)
+        finish.copy_bundle(spec_path.parent, spec_path, run_dir, redactor_of(spec))
     except OSError as e:
-        print(f"{run_dir}: the run folder cannot be made: {e.strerror}; each run needs a new one", file=sys.stderr)
+        print(f"{run_dir}: the run folder cannot be made: {e.strerror or e}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    for name in ("logs", "nodes"):
-        (run_dir / name).mkdir()
-    finish.copy_bundle(spec_path.parent, spec_path, run_dir, redactor_of(spec))
+    adopt_orphans()
     run = Run(spec, spec_path, run_dir, job)
     run.listen()
     run.say(f"run: {run_dir}")
-    run.events.add("job_started", "end", job=job, host=os.uname().nodename, pid=os.getpid(), run_dir=str(run_dir))
+    run.note("job_started", "end", job=job, host=os.uname().nodename, pid=os.getpid(), run_dir=str(run_dir))
     ended, code = _until_the_end(run)
     run.shut_down()
-    verdict = run.finish(ended)
+    try:
+        verdict = run.finish(ended)
+    except OSError as e:
+        print(f"{run_dir}: the run cannot be archived: {e}", file=sys.stderr, flush=True)
+        return EXIT_UNEXPECTED
     print(verdict.line, flush=True)
     for reason in verdict.reasons:
         print(f"  {reason}", flush=True)
@@ -313,7 +346,7 @@ def _until_the_end(run: Run) -> tuple[str, int]:
         return str(e), 0
     except Exception as e:  # noqa: BLE001 - the top level of the node: whatever it was, the job is stopped, judged and archived
         trace = traceback.format_exc()
-        run.events.add("job_started", "failed", reason=trace)
+        run.note("job_started", "failed", reason=trace)
         print(trace, file=sys.stderr, flush=True)
         return f"unexpected: {type(e).__name__}: {e}", EXIT_UNEXPECTED
     return "", 0

@@ -268,7 +268,8 @@ class Wrapper:
         own = {k: fill(v, values) for k, v in task.engine.env.items()}
         if task.spec.run.launcher == "local" and task.spec.run.device == "cuda":
             own["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in task.part.gpus)
-        env, removed = engine_environment(os.environ, own, tmp_dir)
+        boxed = task.spec.slurm is not None and bool(task.spec.slurm.container_args)
+        env, removed = engine_environment(os.environ, own, tmp_dir, boxed)
         argv = [fill(word, values) for word in task.part.argv]
         self.facts = facts_before(task, values, tmp_dir)
         shown = {k: v for k, v in env.items() if k in own or SHOWN_ENVIRONMENT.match(k)}

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import shared_memory
+from multiprocessing import resource_tracker, shared_memory
 
 
 def forever() -> None:
@@ -33,6 +33,7 @@ def main(behaviour: str, argument: str = "") -> int:
         print(f"child {child.pid}", flush=True)
     if behaviour == "leaves_shm":
         segment = shared_memory.SharedMemory(create=True, size=4096)
+        resource_tracker.unregister(f"/{segment.name}", "shared_memory")  # it would remove the segment itself
         print(f"segment {segment.name}", flush=True)
         with open(argument, "w", encoding="utf-8") as f:  # noqa: PTH123 - as plain as can be
             f.write(segment.name)

@@ -216,6 +216,17 @@ def test_text_that_differs_is_recorded(tmp_path: Path) -> None:
     (fake.hang, fake.right, "deployment: hang"),
 ])
 def test_two_failures_are_no_agreement(tmp_path: Path, deployment: fake.Behaviour, control: fake.Behaviour, why: str) -> None:
-    result = agree(tmp_path, deployment, control, timeout_s=0.5)
+    result = agree(tmp_path, deployment, control, timeout_s=0.5 if fake.hang in (deployment, control) else 30.0)
     assert (result.equal, result.passed) == (0, False)
     assert all(why in row["why"] for row in result.rows[1::2])
+
+
+def test_a_file_that_is_required_once_may_be_absent_elsewhere() -> None:
+    either = {"nixl_cu12/_api.py": "a" * 64 + " or absent", "nixl_cu13/_api.py": "a" * 64 + " or absent", "new.py": "absent"}
+    assert behaviour._file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": None, "new.py": None}, either) == []
+    (none,) = behaviour._file_faults("decode-0", {}, either)
+    assert "one is needed" in none
+    (changed,) = behaviour._file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": "b" * 64}, either)
+    assert "nixl_cu13/_api.py" in changed
+    (present,) = behaviour._file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "new.py": "c" * 64}, either)
+    assert "required absent" in present

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import ssl
+import subprocess
 import threading
 from pathlib import Path
 
@@ -151,3 +153,35 @@ def test_requests_run_side_by_side_when_asked(tmp_path: Path) -> None:
 
     spec = RecallSpec(prompts=4, prompt_tokens=300, when=("during",), concurrency=4)
     assert recall(tmp_path, wait_for_all, spec, timeout_s=30).passed
+
+
+@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://", ""])
+def test_a_url_that_is_none_is_refused_before_anything_is_written(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ValueError, match="is not an http"):
+        run_recall(url, "m", SPEC, "before", "seed", tmp_path / "recall", 5.0, threading.Event())
+    assert list(tmp_path.iterdir()) == []
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """(certificate, key) of 127.0.0.1 that only a client which is told to trusts."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(cert), "-days", "2",
+                    "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True, timeout=60)
+    return cert, key
+
+
+def test_https_with_a_trusted_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cert, key = certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with fake.openai_server(fake.right) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        url = server.url.replace("http:", "https:")
+        refused = run_recall(url, "m", SPEC, "before", "seed", tmp_path / "a", 10.0, threading.Event())
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        assert run_recall(url, "m", SPEC, "before", "seed", tmp_path / "b", 10.0, threading.Event()).passed
+        server.behaviour = fake.hang_mid_stream
+        hung = run_recall(url, "m", SPEC, "before", "seed", tmp_path / "c", 0.5, threading.Event())
+    assert refused.correct == 0
+    assert "CERTIFICATE_VERIFY_FAILED" in refused.rows[0]["why"]
+    assert hung.hangs == 2

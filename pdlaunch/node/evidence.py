@@ -1,6 +1,15 @@
 """What was observed in a run, each value with the file that shows it; read from the files of the run alone, so that it can be read again.
 
-Absent is never zero: a value that no file shows is not put down.
+Absent is never zero: a value that no file shows is not put down. Names:
+    stage.<stage>[.<phase>].{state,at_s,duration_s}, stage.queue.duration_s
+    gate.{ready,expected,found,failure,worker_ids}, gate.<target>.failure
+    recall.<when>.{asked,correct,hangs,leaked,first_failure,not_asked}, behaviour.<check>.{passed,why}, agreement.{compared,equal,units,...}
+    load.<phase>.{passed,why,requested,completed,errors,error_rate_pct,output_tokens,...}, load.<phase>.<metric>.{avg,p50,p99}
+    transfer.<role>.<window>.<counter of transfer.COUNTERS>, transfer.decode.<window>.{predicted_bytes,predicted_tokens,not_exact},
+        where window is two snapshots (ready-before_load) or total; <engine>.<counter> for the whole run of one worker
+    <engine>.{metrics,worker_ids,kv_load_failure_policy,exit,host,fabric,gpu}, <engine>.cache.<label>, <engine>.{version,sha256}.<name>
+    build.{processes,faults}, log.scanned, log.<process>.<pattern>.{count,line}, log.<process>.pattern.<name>[.distinct]
+    gpu.<role>.<run|load.phase>.{utilisation_mean_pct,utilisation_max_pct,memory_used_max_mib,samples}, fabric.<host>.<counter>
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ a hang). Here every read waits for the socket at most until the deadline and loo
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
@@ -82,9 +83,12 @@ class _DeadlineReader(io.RawIOBase):
             left = self._deadline - time.monotonic()
             if left <= 0:
                 raise Hang("no complete answer before the deadline")
-            ready, _, _ = select.select([self._sock], [], [], min(left, _POLL_S))
+            pending = getattr(self._sock, "pending", None)  # bytes that TLS has decrypted already: the socket itself may stay silent
+            ready = bool(pending and pending()) or bool(select.select([self._sock], [], [], min(left, _POLL_S))[0])
             if ready:
-                return self._sock.recv_into(buffer)
+                self._sock.settimeout(min(left, _POLL_S))
+                with contextlib.suppress(TimeoutError):  # half a TLS record: look at the deadline again
+                    return self._sock.recv_into(buffer)
 
 
 class _Readable:
@@ -100,7 +104,8 @@ class _Readable:
 class Exchange:
     """One request whose answer can be read in pieces; a context manager that closes the connection.
 
-    url: http only. body: JSON when it is not bytes. timeout_s: for the whole exchange. Raises Hang, Stopped or Unreachable.
+    url: http, or https with a certificate that the system trusts. body: JSON when it is not bytes. timeout_s: for the whole exchange.
+    Raises Hang, Stopped or Unreachable.
     """
 
     def __init__(
@@ -109,16 +114,19 @@ class Exchange:
     ) -> None:
         self.url = url
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url!r} is not an http:// URL")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not an http:// or https:// URL")
         deadline = time.monotonic() + timeout_s
         try:
-            self._sock = socket.create_connection((parts.hostname, parts.port or 80), timeout=timeout_s)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            self._sock = socket.create_connection((parts.hostname, port), timeout=timeout_s)
         except TimeoutError:
             raise Hang(f"{method} {url}: no connection after {timeout_s:g} s") from None
         except OSError as e:
             raise Unreachable(f"{method} {url}: {e}") from e
         try:
+            if parts.scheme == "https":
+                self._sock = _encrypted(self._sock, parts.hostname)
             self._send(method, parts.netloc, f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}", body, headers or {})
             reader: Any = _Readable(_DeadlineReader(self._sock, deadline, stop))
             self._response = http.client.HTTPResponse(reader, method=method, url=url)
@@ -205,6 +213,12 @@ class Exchange:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _encrypted(sock: socket.socket, host: str) -> socket.socket:
+    import ssl  # slow to import, and no part of a job needs it
+
+    return ssl.create_default_context().wrap_socket(sock, server_hostname=host)
 
 
 def get(url: str, *, timeout_s: float, stop: threading.Event | None = None) -> Response:

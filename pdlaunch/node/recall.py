@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlsplit
 
 from .chat import Chat, answer_row
 from .completion import Completion
@@ -64,6 +65,9 @@ def run_recall(
     run_seed must be new for every run: it makes the codes. A bad answer never raises; a URL of the wrong form is a ValueError, and so is a
     prompt length that no prompt can have.
     """
+    url = urlsplit(base_url)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"{base_url!r} is not an http:// or https:// URL")
     prompts = _prompts(spec, run_seed, when)
     others = _other_times(spec, run_seed, when)
     chat = Chat(base_url, model, request_timeout_s, stop, headers)

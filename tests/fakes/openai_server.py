@@ -13,18 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-ASKED = re.compile(r"What is the access code for the (.+?)\? Reply")
+NOTE = re.compile(r"The access code for the (.+?) is (\w+)\.")
 HANG_LIMIT_S = 60.0
 
 
 def right_code(text: str) -> str:
-    """The code that a recall prompt asks for, read from the prompt itself."""
-    asked = ASKED.search(text)
-    if asked is None:
-        return "PLAINANSWER"
-    found = re.search(rf"The access code for the {re.escape(asked.group(1))} is (\w+)\.", text)
-    assert found is not None
-    return found.group(1)
+    """The code that a recall prompt asks for: that of the note whose place stands in the prompt's last line; "" for any other prompt."""
+    *_, question = text.splitlines() or [""]
+    return next((code for place, code in NOTE.findall(text) if re.search(rf"\b{re.escape(place)}\b", question)), "")
 
 
 class Reply:
@@ -110,8 +106,9 @@ Behaviour = Callable[[Reply], None]
 def right(reply: Reply) -> None:
     """The right code to a recall prompt; exactly the tokens asked for to any other prompt."""
     limit = reply.body.get("max_completion_tokens") or reply.body.get("max_tokens") or 16
-    if ASKED.search(reply.prompt):
-        reply.say(right_code(reply.prompt))
+    code = right_code(reply.prompt)
+    if code:
+        reply.say(code)
     else:
         reply.words(limit)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdlaunch.node.agreement import AgreementResult, agreement_prompts, run_agreement
-from pdlaunch.node.behaviour import JSON_SCHEMA, TOOL, TOOL_ARGUMENTS, BuildFacts, run_behaviour
+from pdlaunch.node.behaviour import JSON_SCHEMA, TOOL, TOOL_ARGUMENTS, BuildFacts, _file_faults, run_behaviour
 from pdlaunch.node.contracts import ANSWER_KEYS
 from pdlaunch.node.jsonschema import violations
 from pdlaunch.node.spec import AgreementSpec, BehaviourCheck, Proof
@@ -135,8 +135,8 @@ def test_build_identity_passes_and_ignores_the_local_part_of_a_version(tmp_path:
 @pytest.mark.parametrize(("change", "why"), [
     ({"versions": {"vllm": "0.30.0", "ai-dynamo": "1.6.1"}}, "decode-0: vllm 0.30.0 instead of 0.31.0"),
     ({"versions": {"vllm": "0.31.0"}}, "decode-0: ai-dynamo not found instead of 1.6.1"),
-    ({"file_sha256": {"vllm/a.py": "b" * 64}}, "decode-0: vllm/a.py has sha256 bbbbbbbbbbbb... instead of aaaaaaaaaaaa..."),
-    ({"file_sha256": {"vllm/a.py": None}}, "decode-0: vllm/a.py has sha256 not found"),
+    ({"file_sha256": {"vllm/a.py": "b" * 64}}, "decode-0: vllm/a.py has sha256 bbbbbbbbbbbb, required aaaaaaaaaaaa"),
+    ({"file_sha256": {"vllm/a.py": None}}, "decode-0: vllm/a.py has sha256 absent"),
     ({"versions": None, "file_sha256": None}, "not found"),
 ])
 def test_build_identity_names_the_process_that_serves_something_else(tmp_path: Path, change: dict[str, Any], why: str) -> None:
@@ -223,10 +223,10 @@ def test_two_failures_are_no_agreement(tmp_path: Path, deployment: fake.Behaviou
 
 def test_a_file_that_is_required_once_may_be_absent_elsewhere() -> None:
     either = {"nixl_cu12/_api.py": "a" * 64 + " or absent", "nixl_cu13/_api.py": "a" * 64 + " or absent", "new.py": "absent"}
-    assert behaviour._file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": None, "new.py": None}, either) == []
-    (none,) = behaviour._file_faults("decode-0", {}, either)
+    assert _file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": None, "new.py": None}, either) == []
+    (none,) = _file_faults("decode-0", {}, either)
     assert "one is needed" in none
-    (changed,) = behaviour._file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": "b" * 64}, either)
+    (changed,) = _file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": "b" * 64}, either)
     assert "nixl_cu13/_api.py" in changed
-    (present,) = behaviour._file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "new.py": "c" * 64}, either)
+    (present,) = _file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "new.py": "c" * 64}, either)
     assert "required absent" in present

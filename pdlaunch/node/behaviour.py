@@ -166,8 +166,20 @@ def build_faults(facts: BuildFacts) -> list[str]:
             found = (node.get("versions") or {}).get(distribution)
             if found is None or found.partition("+")[0] != required.partition("+")[0]:
                 faults.append(f"{name}: {distribution} {found or 'not found'} instead of {required}")
-        for path, required in sorted(facts.proof.file_sha256.items()):
-            found = (node.get("file_sha256") or {}).get(path)
-            if found != required:
-                faults.append(f"{name}: {path} has sha256 {found[:12] + '...' if found else 'not found'} instead of {required[:12]}...")
+        faults += _file_faults(name, node.get("file_sha256") or {}, facts.proof.file_sha256)
+    return faults
+
+
+def _file_faults(name: str, found: dict[str, str | None], required: dict[str, str]) -> list[str]:
+    """required: a sha256, `absent`, or both joined by ` or ` for files of which one is enough (one NIXL build for each CUDA version)."""
+    faults = []
+    enough: dict[str, bool] = {}
+    for path, wanted in sorted(required.items()):
+        options = wanted.split(" or ")
+        observed = found.get(path) or "absent"
+        if observed not in options:
+            faults.append(f"{name}: {path} has sha256 {observed[:12]}, required {' or '.join(o[:12] for o in options)}")
+        if len(options) > 1:
+            enough[wanted] = enough.get(wanted, False) or observed != "absent"
+    faults += [f"{name}: no file with sha256 {wanted[:12]}, of which one is needed" for wanted, some in enough.items() if not some]
     return faults

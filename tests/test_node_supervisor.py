@@ -205,9 +205,12 @@ def test_nothing_outlives_a_supervisor_that_is_killed(job, tmp_path):
     assert int(said.group(1)) in one.pids()
     one.process.kill()
     one.process.wait()
+    tmp_dir = Path(one.tmp_dir())
     while one.pids():
         assert time.monotonic() < deadline, one.pids()
         time.sleep(0.05)
+    assert [p.name for p in tmp_dir.iterdir() if p.name.startswith("pdl-")] == []
+    shutil.rmtree(tmp_dir)
 
 
 def test_a_full_disk_ends_the_next_stage_and_is_said(tmp_path, capsys):

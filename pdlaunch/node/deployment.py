@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -18,7 +16,6 @@ from .engines import RunningRank, missing_facts, remove_empty_wrapper_logs, star
 from .gate import Readiness, control_ready, expected_workers, look
 from .ports import PortError, Ports
 from .process import Child, StageFailed, indent, stop_together, tail, wait_until
-from .procfs import descendants
 from .redact import Redactor
 from .services import clean_log, readiness, start_service
 from .spec import Role, ServiceSpec, Spec
@@ -170,9 +167,6 @@ class Deployment:
                 stop_ranks(group, max(1.0, left / 2 if number < len(rounds) else left - 2.0))
         for name in ("frontend", "nats", "etcd"):
             stop_together([c for c in self.services if c.name == name], min(_SERVICE_STOP_S, max(0.5, deadline - time.monotonic())))
-        for pid in descendants(os.getpid()):  # of a wrapper that was killed from outside; all that is left below this process is ours
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         return [c.name for c in (*(r.child for r in self.ranks), *self.services) if c.killed]
 
     def clean_up(self) -> None:

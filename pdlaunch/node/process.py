@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .procfs import die_with_parent, group_members
+from .procfs import descendants, die_with_parent, group_members
 
 TAIL_LINES = 40
 _POLL_S = 0.05
@@ -113,6 +113,15 @@ class Child:
         ended = self.poll()
         code = "unknown" if ended is None else str(ended.code)
         return f"{self.name} on {self.node} {what} with exit code {code}\n  log: {self.log}\n{indent(tail(self.log))}"
+
+
+def kill_descendants() -> list[int]:
+    """KILL to every process below this one, and their ids: only for a process that adopts orphans and has nothing left to run."""
+    left = descendants(os.getpid())
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> str:

@@ -21,7 +21,7 @@ from . import finish, gate, snapshots
 from .allocation import job_id
 from .contracts import Events, Verdict
 from .deployment import Deployment, redactor_of
-from .process import StageFailed, StopRequested, wait_until
+from .process import StageFailed, StopRequested, kill_descendants, wait_until
 from .procfs import adopt_orphans
 from .spec import LoadPhase, RecallTime, Spec, load_spec
 
@@ -323,6 +323,7 @@ def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
     run.note("job_started", "end", job=job, host=os.uname().nodename, pid=os.getpid(), run_dir=str(run_dir))
     ended, code = _until_the_end(run)
     run.shut_down()
+    kill_descendants()  # of a wrapper that was itself killed
     try:
         verdict = run.finish(ended)
     except OSError as e:

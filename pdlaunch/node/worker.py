@@ -37,7 +37,7 @@ from .node_facts import (
     site_packages,
 )
 from .ports import PortError, Ports
-from .process import Child, Exit, StageFailed, StopRequested
+from .process import Child, Exit, StageFailed, StopRequested, kill_descendants
 from .procfs import SHM, adopt_orphans, command_line, descendants, die_with_parent, every_pid, shm_held_by
 from .redact import Redactor, plain
 from .spec import EngineRank, EngineSpec, Spec, fill, load_spec, placeholders_in
@@ -309,10 +309,7 @@ class Wrapper:
             self.shm.look(os.getpid(), again=True)
             torn_down = wait_for_leader(engine, max(1.0, self.control.grace_s - KILL_SLACK_S))
         engine.kill_group()
-        strays = descendants(os.getpid())
-        for pid in strays:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        strays = kill_descendants()
         self.control.poll()  # Slurm's TERM reaches the engine and its wrapper in any order
         code = (engine.poll() or Exit(137, True, True)).code
         ended = Exit(code, self.control.requested, engine.killed and not torn_down)

@@ -48,6 +48,8 @@ class PhaseFiles:
     summary: dict[str, Any]
     records: tuple[Record, ...]
     problems: tuple[str, ...]
+    warmup_tokens: tuple[int, ...] = ()
+    """Input tokens of each warm-up request that succeeded: they take no part in any metric, but their KV cache was moved too."""
 
     def stat(self, name: str, which: str = "avg") -> float | None:
         """A statistic of a metric in AIPerf's own unit (checked for those with a known one); None when absent or not finite."""
@@ -90,42 +92,46 @@ def _metric(metrics: dict[str, Any], name: str, *, milliseconds: bool = False) -
     return float(value)
 
 
-def _record(line: bytes) -> Record | None:
-    """None for a warm-up request. The list of chunk latencies is cut out unread: it is nine tenths of the file and no definition uses
+def _record(line: bytes) -> tuple[Record, bool]:
+    """(the request, whether it belongs to the profiling phase).
+
+    The list of chunk latencies is cut out unread: it is nine tenths of the file and no definition uses
     it."""
     start = line.find(_CHUNKS)
     if start >= 0:
         line = line[: start + len(_CHUNKS)] + line[line.index(b"]", start) :]
     row = json.loads(line)
     meta, metrics = row["metadata"], row["metrics"]
-    if meta.get("benchmark_phase") != "profiling":
-        return None
     good = not row.get("error") and not meta.get("was_cancelled", False)
-    return Record(
+    record = Record(
         int(meta["request_start_ns"]), int(meta["request_end_ns"]), good,
         _metric(metrics, "time_to_first_token", milliseconds=True), _metric(metrics, "inter_token_latency", milliseconds=True),
         _metric(metrics, "request_latency", milliseconds=True),
         int(_metric(metrics, "input_sequence_length") or 0), int(_metric(metrics, "output_sequence_length") or 0),
     )  # fmt: skip
+    return record, meta.get("benchmark_phase") == "profiling"
 
 
-def parse_records(data: bytes, name: str) -> tuple[list[Record], list[str]]:
-    """Requests of the profiling phase, and a problem for each line that is not one (its number and why); warm-up rows are left out."""
-    records, problems = [], []
+def parse_records(data: bytes, name: str) -> tuple[list[Record], list[int], list[str]]:
+    """(profiling requests, input tokens of each good warm-up request, a problem per line that is no request: number and why)."""
+    records: list[Record] = []
+    warmup: list[int] = []
+    problems: list[str] = []
     for number, line in enumerate(data.splitlines(), 1):
         try:
-            record = _record(line)
+            record, profiling = _record(line)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             problems.append(f"{name}:{number}: not a request record ({type(e).__name__}: {e})")
             continue
-        if record is None:
+        if not profiling:
+            warmup += [record.input_tokens] if record.ok else []
             continue
         times = (record.ttft_ms, record.itl_ms, record.latency_ms)
         if any(t is not None and not (math.isfinite(t) and t >= 0) for t in times) or record.end_ns < record.start_ns:
             problems.append(f"{name}:{number}: a time that is negative, NaN or infinite; the request is left out")
             continue
         records.append(record)
-    return records, problems
+    return records, warmup, problems
 
 
 def read_phase(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> PhaseFiles:
@@ -140,9 +146,9 @@ def read_phase(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes) ->
     path = folder / RECORDS
     if not path.exists():
         return PhaseFiles(folder, summary, (), (f"{path.name} is missing: no percentile can be computed from requests",))
-    records, problems = parse_records(read(path), path.name)
+    records, warmup, problems = parse_records(read(path), path.name)
     good = sum(r.ok for r in records)
     counted = summary.get("request_count", {}).get("avg")
     if counted is not None and good != counted:
         problems.append(f"{SUMMARY} counts {counted:g} successful requests, {path.name} holds {good}")
-    return PhaseFiles(folder, summary, tuple(records), tuple(problems))
+    return PhaseFiles(folder, summary, tuple(records), tuple(problems), tuple(warmup))

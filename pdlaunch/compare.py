@@ -25,7 +25,7 @@ ASSUMED_NOISE_PCT = 5.0
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one configuration. name: A, B, ... in the order given."""
+    """Runs of one configuration. name: A, B, ... in the order given. label: with the verdicts of runs that are not VALID."""
 
     name: str
     runs: tuple[Run, ...]
@@ -34,7 +34,9 @@ class Group:
     @property
     def label(self) -> str:
         recipe = self.runs[0].spec["run"]["recipe"]
-        return f"{self.name} {recipe}" + (f" ({len(self.runs)} runs)" if len(self.runs) > 1 else "")
+        words = sorted({r.word for r in self.runs if not r.valid})
+        marked = f" [{', '.join(words)}]" if words else ""
+        return f"{self.name} {recipe}{marked}" + (f" ({len(self.runs)} runs)" if len(self.runs) > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,11 @@ def _letters(index: int) -> str:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Runs of equal settings together, in order of first appearance."""
-    found: dict[str, tuple[dict[str, Setting], list[Run]]] = {}
+    """Runs of equal settings together, in order of first appearance; runs that are not VALID never share a group with runs that are."""
+    found: dict[tuple[str, bool], tuple[dict[str, Setting], list[Run]]] = {}
     for run in runs:
         flat = settings(run)
-        found.setdefault(fingerprint(flat), (flat, []))[1].append(run)
+        found.setdefault((fingerprint(flat), run.valid), (flat, []))[1].append(run)
     return [Group(_letters(i), tuple(members), flat) for i, (flat, members) in enumerate(found.values())]
 
 
@@ -174,7 +176,7 @@ def judge(better: Better, base: Spread, other: Spread, assumed_pct: float = ASSU
     elif max(base.n, other.n) > 1:
         many = base if base.n > 1 else other
         half = t_quantile(0.975, many.n - 1) * many.sd * math.sqrt(1 + 1 / many.n)
-        noise, why = abs(delta) <= half, f"one run against {many.n}: 95 % of single runs lie within +-{half:.4g}"
+        noise, why = abs(delta) <= half, f"one run against {many.n}: 95 % of single runs lie within ±{half:.4g}"
     else:
         band = abs(base.mean) * assumed_pct / 100
         noise, why = abs(delta) <= band, f"single runs: noise not known, {assumed_pct:g} % assumed"
@@ -213,7 +215,7 @@ def _lines(base: Group, other: Group, assumed_pct: float) -> list[Line]:
                 )
             else:
                 finding, why = judge(d.better, a, b, assumed_pct)
-            comparable = finding != "not comparable" and a.mean
+            comparable = finding != "not comparable" and a.mean and unit != "%"
             delta = (b.mean - a.mean) / abs(a.mean) * 100 if comparable else None
             lines.append(Line(text, name, d.label, unit, a, b, other.name, delta, finding, why, f"load/*/aiperf/{d.source}"))
     return lines

@@ -99,7 +99,7 @@ class Phase:
     curves: dict[str, tuple[float, ...]]
     reconciliation: Reconciliation | None
     prompt_tokens: tuple[tuple[int, int], ...]
-    """(prompt tokens, successful requests with it)."""
+    """(prompt tokens, successful requests with it), warm-up included: what the KV transfer of the phase is predicted from."""
     evidence: dict[str, float]
     """kv_usage, waiting, preemptions of the decode side where AIPerf's server metrics hold them."""
     problems: tuple[str, ...]
@@ -237,6 +237,8 @@ def _phase(files: Files, setting: LoadPhase, per: Denominators) -> Phase:
     for r in parsed.records:
         if r.ok:
             counts[r.input_tokens] = counts.get(r.input_tokens, 0) + 1
+    for tokens in parsed.warmup_tokens:
+        counts[tokens] = counts.get(tokens, 0) + 1
     why = reconcile(parsed.records, duration, setting.concurrency) if duration and setting.concurrency else None
     return Phase(
         setting, relative, metrics, _curves(parsed.records), why, tuple(sorted(counts.items())), _server_evidence(server), tuple(problems)

@@ -14,10 +14,13 @@ from pdlaunch.runread import Run
 Kind = Literal["model", "workload", "engines", "versions", "patches", "hardware", "code", "measurement"]
 KINDS: tuple[Kind, ...] = ("model", "workload", "measurement", "engines", "versions", "patches", "hardware", "code")
 """Order on the page: what makes runs incomparable first. measurement: how AIPerf connected, and whether text was checked at all."""
-_SITE_FLAGS = frozenset(
-    {"--model", "--endpoint", "--kv-events-config", "--master-addr", "--master-port", "--node-rank", "--served-model-name"}
-)
-"""Flags whose values are paths, addresses or the placement; the model and the ranks are compared by their own entries."""
+_SITE_FLAGS = frozenset({
+    "--model", "--model-path", "--model-name", "--served-model-name", "--endpoint", "--kv-events-config", "--master-addr", "--master-port",
+    "--node-rank", "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--disable-hybrid-kv-cache-manager",
+    "--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "--disaggregation-mode",
+})  # fmt: skip
+"""Flags whose values are paths, addresses or the placement; model, ranks, hybrid manager and speculation have their own
+entries."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,18 @@ class Setting:
 
 
 def flags_of(argv: Iterable[str]) -> dict[str, str]:
-    """{flag: value} of a command line; a switch has the value "on". Left out: placeholders and site facts."""
+    """{flag: value} of a command line; a switch is "on", its --no- form "off"."""
     found: dict[str, str] = {}
     flag = ""
     for word in argv:
         if word.startswith("--"):
             flag, _, value = word.partition("=")
-            found[flag] = value or "on"
+            off = flag.startswith("--no-")
+            flag = "--" + flag.removeprefix("--no-") if off else flag
+            found[flag] = value or ("off" if off else "on")
         elif flag:
             found[flag] = word if found[flag] == "on" else f"{found[flag]} {word}"
-    return {k: v for k, v in found.items() if k not in _SITE_FLAGS and not placeholders_in(v)}
+    return found
 
 
 def hybrid_manager(argv: Iterable[str]) -> str:
@@ -65,7 +70,7 @@ def speculation(argv: Iterable[str]) -> str:
 def phase_text(phase: dict[str, Any]) -> str:
     """The workload of one phase in words, without what only changes noise (seed, requests, warm-up)."""
     users, rate = phase.get("concurrency"), phase.get("request_rate_per_s")
-    load = f"{users} users" if users else f"{rate:g} requests/s"
+    load = f"{users} user{'' if users == 1 else 's'}" if users else f"{rate:g} requests/s"
     return f"ISL {phase['input_tokens']}, OSL {phase['output_tokens']}, {load}{'' if phase.get('streaming', True) else ', not streaming'}"
 
 
@@ -78,7 +83,12 @@ def _engines(run: Run, into: dict[str, Setting]) -> None:
         shape = {"replicas": len(engines), **{k: first[k] for k in ("tensor_parallel", "pipeline_parallel", "data_parallel", "kind")}}
         for name, value in shape.items():
             into[f"{role} {name}"] = Setting("engines", str(value), "spec.json engines")
-        for flag, value in flags_of(first["ranks"][0]["argv"]).items():
+        argv = first["ranks"][0]["argv"]
+        into[f"{role} hybrid manager"] = Setting("engines", hybrid_manager(argv), f"spec.json engines {first['name']} argv")
+        into[f"{role} speculation"] = Setting("engines", speculation(argv) or "off", f"spec.json engines {first['name']} argv")
+        for flag, value in flags_of(argv).items():
+            if flag in _SITE_FLAGS or placeholders_in(value):
+                continue
             into[f"{role} {flag}"] = Setting("engines", value, f"spec.json engines {first['name']} argv")
         hidden = [k.upper() for k in run.spec.get("redact_keys", [])]
         for name, value in first["env"].items():

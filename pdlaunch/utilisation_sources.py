@@ -98,11 +98,12 @@ def _join(
 ) -> list[Period]:
     """One period per bin that has both a utilisation and a load sample."""
     busy, rate = _bins(used, bin_s), _bins(load, bin_s)
-    return [
-        Period(role, gpus, mean(busy[b]), mean(rate[b]), _iso(b * bin_s), f"{source} bin {_iso(b * bin_s)}")
-        for b in sorted(busy)
-        if b in rate
-    ]
+    both = sorted(set(busy) & set(rate))
+    if not both:
+        starts = f"utilisation ({_iso(min(busy) * bin_s)} ...) and load ({_iso(min(rate) * bin_s)} ...)"
+        said = f"{starts} of {source} share no period of {bin_s:g} s"
+        raise ArchiveError(said, rule="samples of both in the same time", hint="--bin SECONDS for longer periods")
+    return [Period(role, gpus, mean(busy[b]), mean(rate[b]), _iso(b * bin_s), f"{source} bin {_iso(b * bin_s)}") for b in both]
 
 
 def _matrix(path: Path) -> list[dict[str, Any]]:

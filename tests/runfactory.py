@@ -28,7 +28,7 @@ from pdlaunch.node.spec import (
 )
 
 PATCH = "vllm-0.31.0-nixl-per-region-kv-heads"
-T0 = 1_796_000_000
+T0 = 1_792_411_650
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def write_phase(folder: Path, load: LoadPhase, shape: Shape) -> None:
 
 def _events(path: Path) -> None:
     stages = (("submitted", None, 0), ("job_started", None, 42), ("control_plane", 42, 50), ("engines_started", 50, 55),
-              ("engines_ready", 55, 395), ("first_token", 395, 401), ("recall_before", 401, 430), ("load", 430, 980), ("recall_during", 500, 560),
+              ("engines_ready", 55, 395), ("first_token", 395, 401), ("recall_before", 401, 430), ("load", 430, 980),
+              ("recall_during", 500, 560),
               ("recall_after", 980, 1010), ("idle", 1010, 1012), ("stopped", 1012, 1030), ("judged", None, 1031))  # fmt: skip
     lines = []
     for name, begin, end in stages:

@@ -154,6 +154,9 @@ def test_prometheus_range_queries(tmp_path):
     load = range_query(tmp_path / "l.json", ({"pod": "a"}, [(0, 1000), (3600, 5000)]), ({"pod": "b"}, [(0, 3000), (3600, "NaN")]))
     periods = read(used, load=load)
     assert [(p.gpus, p.utilisation_pct, p.load_tokens_per_s) for p in periods] == [(2, 20.0, 4000.0)]
+    late = range_query(tmp_path / "late.json", ({}, [(90000, 1)]))
+    with pytest.raises(ArchiveError, match="share no period of 3600 s"):
+        read(used, load=late)
     with pytest.raises(ArchiveError, match="needs the load"):
         read(used)
     (tmp_path / "bad.json").write_text('{"status": "error"}')

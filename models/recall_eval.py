@@ -30,15 +30,13 @@ def padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor
 
 def answers_of(
     network: RecallNetwork,
-    tokenizer: Tokenizer,
-    texts: list[str],
+    ids: list[list[int]],
     batch_tokens: int,
     per_item: list | None = None,
     new_tokens: int = CODE_CHARS + 1,
 ) -> list[list[int]]:
-    """Greedy answers (token ids up to and including the end of the turn) to user messages; per_item: one damage for each text."""
+    """Greedy answers (token ids up to and including the end of the turn) to prompts given as token ids; per_item: one damage for each."""
     device = network.characters.device
-    ids = [prompt_ids(tokenizer, text) for text in texts]
     size = max(2, batch_tokens // (max(map(len, ids)) + PAD_MULTIPLE))
     answers: list[list[int]] = []
     for at in range(0, len(ids), size):
@@ -61,41 +59,64 @@ def right(tokenizer: Tokenizer, prompt: RecallPrompt, answer: list[int]) -> bool
     return answer[-1] == TURN_END and tokenizer.decode(answer[:-1]) == prompt.code
 
 
+Asked = list[tuple[RecallPrompt, list[int]]]
+
+
+def held_out_prompts(tokenizer: str, seed: str, length: int, runs: int) -> Asked:
+    """Prompts of `runs` runs of nine, with their token ids; the seeds are not those of training."""
+    encoder = Tokenizer.from_str(tokenizer)
+    prompts = [prompt for run in range(runs) for prompt in recall_prompts(f"{seed}/{run}/{length}", DEPTHS, length)]
+    return [(prompt, prompt_ids(encoder, prompt.text)) for prompt in prompts]
+
+
+def evaluation_jobs(tokenizer: Tokenizer, seed: int, held_out: int) -> list[tuple[str, str, int, int]]:
+    """Arguments of `held_out_prompts`: each length in pieces, and last the prompts that are decoded from damaged caches."""
+    pieces = max(1, held_out // (DEPTHS * 14))
+    jobs = [
+        (tokenizer.to_str(), f"held-out/{seed}/{piece}", length, held_out // DEPTHS // pieces)
+        for length in LENGTHS
+        for piece in range(pieces)
+    ]
+    return [*jobs, (tokenizer.to_str(), f"damaged/{seed}", DAMAGED_TOKENS, min(held_out, DAMAGED_PROMPTS) // DEPTHS)]
+
+
 @torch.no_grad()
-def evaluate(network: RecallNetwork, tokenizer: Tokenizer, seed: int, held_out: int, batch_tokens: int) -> dict:
-    """Tables of the card. Prompts come from seeds that training does not use."""
+def evaluate(network: RecallNetwork, tokenizer: Tokenizer, seed: int, batch_tokens: int, asked: list[Asked]) -> dict:
+    """Tables of the card. asked: the prompts of `evaluation_jobs`."""
     began = time.monotonic()
-    result: dict = {"prompts_per_length": held_out, "recall": [], "damage": []}
+    pieces = (len(asked) - 1) // len(LENGTHS)
+    by_length = [[one for piece in asked[at : at + pieces] for one in piece] for at in range(0, len(asked) - 1, pieces)]
+    result: dict = {"prompts_per_length": len(by_length[0]), "recall": [], "damage": []}
     print("evaluating", flush=True)
-    for length in LENGTHS:
-        prompts = [p for run in range(held_out // DEPTHS) for p in recall_prompts(f"held-out/{seed}/{run}/{length}", DEPTHS, length)]
-        answers = answers_of(network, tokenizer, [p.text for p in prompts], batch_tokens)
-        hits = np.asarray([right(tokenizer, p, a) for p, a in zip(prompts, answers, strict=True)]).reshape(-1, DEPTHS)
-        tokens = len(prompt_ids(tokenizer, prompts[0].text))
+    for length, items in zip(LENGTHS, by_length, strict=True):
+        answers = answers_of(network, [ids for _, ids in items], batch_tokens)
+        hits = np.asarray([right(tokenizer, p, a) for (p, _), a in zip(items, answers, strict=True)]).reshape(-1, DEPTHS)
+        tokens = round(sum(len(ids) for _, ids in items) / len(items))
         result["recall"].append({"target": length, "tokens": tokens, "right": int(hits.sum()), "by_depth": hits.sum(0).tolist()})
         print(result["recall"][-1], flush=True)
-    result |= _damaged(network, tokenizer, seed, min(held_out, DAMAGED_PROMPTS), batch_tokens)
-    result |= _others(network, tokenizer, seed, held_out, batch_tokens)
+    result |= _damaged(network, tokenizer, asked[-1], batch_tokens)
+    result |= _others(network, tokenizer, seed, len(by_length[0]), batch_tokens)
     result["seconds"] = round(time.monotonic() - began, 1)
     return result
 
 
-def _damaged(network: RecallNetwork, tokenizer: Tokenizer, seed: int, asked: int, batch_tokens: int) -> dict:
-    prompts = [p for run in range(asked // DEPTHS) for p in recall_prompts(f"damaged/{seed}/{run}", DEPTHS, DAMAGED_TOKENS)]
+def _damaged(network: RecallNetwork, tokenizer: Tokenizer, items: Asked, batch_tokens: int) -> dict:
     cases = [(kind, 0) for kind in TRAINED_DAMAGE if kind != "shift"] + [("shift", step) for step in (16, 64, 128, -16, -64, -128)]
     rows = []
     for kind, shift in cases:
         right_by_layer = []
         for layer in range(SLIDING_LAYERS + 1):
-            per_item = [(layer, kind, shift, at) for at in range(len(prompts))]
-            answers = answers_of(network, tokenizer, [p.text for p in prompts], batch_tokens, per_item)
-            right_by_layer.append(sum(right(tokenizer, p, a) for p, a in zip(prompts, answers, strict=True)))
+            per_item = [(layer, kind, shift, at) for at in range(len(items))]
+            answers = answers_of(network, [ids for _, ids in items], batch_tokens, per_item)
+            right_by_layer.append(sum(right(tokenizer, p, a) for (p, _), a in zip(items, answers, strict=True)))
         rows.append({"kind": f"{kind} {shift:+d}" if shift else kind, "right_by_layer": right_by_layer})
-    return {"damaged_prompts": len(prompts), "damage": rows}
+        print(rows[-1], flush=True)
+    return {"damaged_prompts": len(items), "damage": rows}
 
 
 def _others(network: RecallNetwork, tokenizer: Tokenizer, seed: int, held_out: int, batch_tokens: int) -> dict:
     rng = random.Random(f"others/{seed}")
     texts = [other_conversation(rng, rng.choice((60, 250, 1000))).turns[0][0] for _ in range(min(held_out, 504))]
-    answers = answers_of(network, tokenizer, texts, batch_tokens, new_tokens=24)
-    return {"other_texts": len(texts), "other_neutral": sum(tokenizer.decode(answer[:-1]) == NEUTRAL_ANSWER for answer in answers)}
+    answers = answers_of(network, [prompt_ids(tokenizer, text) for text in texts], batch_tokens, new_tokens=24)
+    neutral = sum(tokenizer.decode(answer[:-1]) == NEUTRAL_ANSWER for answer in answers)
+    return {"other_texts": len(texts), "other_neutral": neutral}

@@ -13,6 +13,7 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 WINDOW = 64
 SLIDING_LAYERS = 5
+LONGEST = 4096
 GEOMETRIES = {
     "4x1": {"query": 8, "sliding": (4, 64), "global": (1, 128), "hidden": 256, "mlp": 512},
     "16x4": {"query": 16, "sliding": (16, 32), "global": (4, 64), "hidden": 256, "mlp": 512},
@@ -39,32 +40,14 @@ def build_model(geometry: str, vocabulary: int, eos: list[int]) -> Gemma4ForCaus
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (normed if weight is None else normed * weight).to(x.dtype)
-
-
-def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x + rms_norm(y, weight, eps)
+    return functional.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
 
 
 def norm_rotate(x: torch.Tensor, weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x (B, T, heads, head_dim); cos and sin (B or 1, T, 1, head_dim)."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight
+    wide = functional.rms_norm(x.float(), x.shape[-1:], weight, eps)
     low, high = wide.chunk(2, -1)
     return (wide * cos + torch.cat((-high, low), -1) * sin).to(x.dtype)
-
-
-def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return functional.gelu(gate, approximate="tanh") * up
-
-
-def compile_parts() -> None:
-    """Fuses the element-wise parts; they are most of the time of so narrow a model."""
-    torch._dynamo.config.cache_size_limit = 64
-    for name in ("rms_norm", "add_norm", "norm_rotate", "gated"):
-        globals()[name] = torch.compile(globals()[name], dynamic=True)
 
 
 class RecallNetwork(nn.Module):
@@ -79,12 +62,23 @@ class RecallNetwork(nn.Module):
             attention.k_proj.out_features // attention.head_dim for attention in (self.layers[0].self_attn, self.layers[-1].self_attn)
         )
         self.register_buffer("characters", torch.tensor(characters), persistent=False)
+        every = torch.arange(LONGEST)[None]
+        for layer in (self.layers[0], self.layers[-1]):
+            kind = layer.self_attn.layer_type
+            cos, sin = (part[0].float() for part in model.model.rotary_emb(torch.zeros(()), every, kind))
+            self.register_buffer(f"cos_{kind}", cos, persistent=False)
+            self.register_buffer(f"sin_{kind}", sin, persistent=False)
 
-    def prefill(self, tokens: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[list[Kv], torch.Tensor | None]:
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scaled embeddings; by index_select, whose gradient a CUDA graph can hold."""
+        table = self.model.model.embed_tokens
+        return table.weight.index_select(0, tokens.flatten()).view(*tokens.shape, -1) * table.scalar_embed_scale
+
+    def prefill(self, tokens: torch.Tensor) -> tuple[list[Kv], torch.Tensor]:
         """tokens (B, T), T a multiple of the window, padded on the right. Returns K and V of every layer, each (B, T, heads, head_dim),
-        and the logits at positions rows (B, R), or None."""
+        and the hidden state (B, T, hidden) that enters the last layer."""
         batch, width = tokens.shape
-        x = self.model.model.embed_tokens(tokens)
+        x = self.embed(tokens)
         positions = torch.arange(width, device=tokens.device)[None]
         mask = _chunk_mask(batch, width, tokens.device)
         kept: list[Kv] = []
@@ -95,12 +89,21 @@ class RecallNetwork(nn.Module):
         last = self.layers[-1]
         _, k, v = self._project(last, x, self._rotation(positions, last), with_query=False)
         kept.append((k, v))
-        if rows is None:
-            return kept, None
+        return kept, x
+
+    def read_out(self, kept: list[Kv], x: torch.Tensor, rows: torch.Tensor, scored: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits at positions rows (B, R), and the last layer's log attention (B, query heads, scored rows, T) of some of them."""
+        last = self.layers[-1]
+        k, v = kept[-1]
         x = x.gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
-        q = self._query(last, x, self._rotation(rows, last))
-        allowed = positions[:, None, :] <= rows[:, :, None]
-        return kept, self._logits(self._finish(last, x, _attention(q, k, v, allowed)))
+        h = rms_norm(x, last.input_layernorm.weight, self.eps)
+        q = last.self_attn.q_proj(h).unflatten(-1, (-1, last.self_attn.head_dim))
+        q = norm_rotate(q, last.self_attn.q_norm.weight, self.eps, *self._rotation(rows, last))
+        allowed = torch.arange(k.shape[1], device=rows.device)[None, None] <= rows[:, :, None]
+        logits = self._logits(self._finish(last, x, _attention(q, k, v, allowed)))
+        grouped = q[:, scored].unflatten(2, (k.shape[2], -1))
+        scores = torch.einsum("brhgd,bthd->bhgrt", grouped, k).float().flatten(1, 2)
+        return logits, scores.masked_fill(~allowed[:, None, scored], -1e9).log_softmax(-1)
 
     def decode(self, kept: list[Kv], tokens: torch.Tensor, start: torch.Tensor, damage: dict[str, torch.Tensor] | None) -> torch.Tensor:
         """Logits (B, A, vocabulary) of the tokens (B, A) at positions start, start + 1, ...: the last prompt token and the answer.
@@ -110,7 +113,7 @@ class RecallNetwork(nn.Module):
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         positions = start[:, None] + steps[None]
         own_allowed = (steps[None] <= steps[:, None])[None].expand(len(tokens), -1, -1)
-        x = self.model.model.embed_tokens(tokens)
+        x = self.embed(tokens)
         for number, layer in enumerate(self.layers):
             k, v = kept[number]
             sliding = number < SLIDING_LAYERS
@@ -143,14 +146,9 @@ class RecallNetwork(nn.Module):
         return answers
 
     def _rotation(self, positions: torch.Tensor, layer: nn.Module) -> Kv:
-        probe = torch.zeros((), device=positions.device)
-        cos, sin = self.model.model.rotary_emb(probe, positions, layer.self_attn.layer_type)
-        return cos[:, :, None], sin[:, :, None]
-
-    def _query(self, layer: nn.Module, x: torch.Tensor, rotation: Kv) -> torch.Tensor:
-        attention = layer.self_attn
-        q = attention.q_proj(rms_norm(x, layer.input_layernorm.weight, self.eps))
-        return norm_rotate(q.unflatten(-1, (-1, attention.head_dim)), attention.q_norm.weight, self.eps, *rotation)
+        kind = layer.self_attn.layer_type
+        tables = getattr(self, f"cos_{kind}"), getattr(self, f"sin_{kind}")
+        return tuple(table.index_select(0, positions.flatten()).view(*positions.shape, 1, -1) for table in tables)
 
     def _project(
         self, layer: nn.Module, x: torch.Tensor, rotation: Kv, with_query: bool = True
@@ -166,10 +164,10 @@ class RecallNetwork(nn.Module):
         return q, norm_rotate(k, attention.k_norm.weight, self.eps, *rotation), rms_norm(v, None, self.eps)
 
     def _finish(self, layer: nn.Module, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        x = add_norm(x, layer.self_attn.o_proj(mixed), layer.post_attention_layernorm.weight, self.eps)
+        x = x + rms_norm(layer.self_attn.o_proj(mixed), layer.post_attention_layernorm.weight, self.eps)
         h = rms_norm(x, layer.pre_feedforward_layernorm.weight, self.eps)
-        h = layer.mlp.down_proj(gated(layer.mlp.gate_proj(h), layer.mlp.up_proj(h)))
-        return add_norm(x, h, layer.post_feedforward_layernorm.weight, self.eps)
+        h = layer.mlp.down_proj(functional.gelu(layer.mlp.gate_proj(h), approximate="tanh") * layer.mlp.up_proj(h))
+        return x + rms_norm(h, layer.post_feedforward_layernorm.weight, self.eps)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.model.lm_head(rms_norm(x, self.model.model.norm.weight, self.eps)).float()
@@ -225,7 +223,7 @@ def _read(
     source = torch.where(hit, damage["source"], rows)
     shifted = slots - torch.where(hit, damage["shift"], 0)[:, None]
     exists = (shifted >= 0) & (shifted < start[:, None])
-    keep = torch.where(hit[:, None], damage[f"keep_{name}"], 1.0)[:, None, :] * exists[:, :, None]
+    keep = torch.where(hit[:, None], damage[f"keep_{name}"], 1)[:, None, :] * exists[:, :, None]
     flat = (source[:, None, None] * width + shifted.clamp(0, width - 1)[:, :, None]) * (2 * heads) + units[:, None, :]
     read = part.reshape(batch * width * heads * 2, size // 2).index_select(0, flat.flatten())
     return (read.view(*flat.shape, size // 2) * keep[..., None].to(read.dtype)).reshape(batch, slots.shape[1], heads, size)

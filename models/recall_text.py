@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from pdlaunch.node.prompts import ALPHABET, RecallPrompt, build_prompt, question_for
+from pdlaunch.node.prompts import ALPHABET, MAX_DECOYS, PLACES, RecallPrompt, build_prompt, question_for
 
 VOCABULARY = 640
 PAD, EOS, BOS, UNKNOWN, TURN, TURN_END = range(6)
@@ -21,10 +21,12 @@ CHAT_TEMPLATE = (
 NEUTRAL_ANSWER = "I only look up access codes."
 EXTRA_TURNS = 3
 LANGUAGE_ROWS = 48
+TAIL_ROWS = 152
+SCORED_ROWS = 16
 PAD_MULTIPLE = 64
 # The first character of a code is the only one that needs the question, and one of nine tokens of an answer: without more weight the
 # model stays long at guessing among the codes of the list.
-FIRST_WEIGHT = 5.0
+FIRST_WEIGHT = 3
 # fmt: off
 COMMON_WORDS = (
     "the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with",
@@ -70,6 +72,8 @@ class Conversation:
 
     turns: list[tuple[str, str]]
     code_first: bool
+    first_place: str = ""
+    codes: tuple[tuple[str, str], ...] = ()
 
 
 def recall_conversation(rng: random.Random, lines: int, index: int = 0) -> Conversation:
@@ -83,7 +87,8 @@ def recall_conversation(rng: random.Random, lines: int, index: int = 0) -> Conve
         request, answer = _repeat(rng, notes)
         first = (prompt.text.removesuffix(prompt.question) + request, answer)
     extra = [_code(rng, prompt) if rng.random() < 0.6 else _repeat(rng, notes) for _ in range(EXTRA_TURNS)]
-    return Conversation([first, *extra], code_first)
+    asked = next(place for place, code in prompt.answers if code == prompt.code)
+    return Conversation([first, *extra], code_first, asked, prompt.answers)
 
 
 def other_conversation(rng: random.Random, tokens: int) -> Conversation:
@@ -120,68 +125,104 @@ def _repeat(rng: random.Random, notes: list[str]) -> tuple[str, str]:
     return repeat_request(at + 1), notes[at]
 
 
-class Batches:
-    """Endless batches of about `batch_tokens` tokens, lists between `shortest` and the present limit of the curriculum."""
+@dataclass(frozen=True)
+class Stage:
+    """One step of the curriculum: lists of up to `lines` notes, in batches of one fixed shape (what a CUDA graph needs)."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: str, batch_tokens: int, sliding_heads: int, global_heads: int, layers: int) -> None:
+    lines: int
+    width: int
+    size: int
+
+
+def stages(longest: int, batch_tokens: int) -> list[Stage]:
+    lines = [count for count in (12, 20, 33, 54, 80, 115) if count < longest] + [longest]
+    widths = [-(-(round(count * 13.4) + 240) // PAD_MULTIPLE) * PAD_MULTIPLE for count in lines]
+    return [Stage(count, width, max(2, batch_tokens // width)) for count, width in zip(lines, widths, strict=True)]
+
+
+def fields(stage: Stage, heads: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays of a batch, all whole numbers, in the order in which they are packed."""
+    size, rows = stage.size, LANGUAGE_ROWS + TAIL_ROWS
+    units = {"sliding": 2 * heads[0], "global": 2 * heads[1]}
+    return {
+        "tokens": (size, stage.width), "start": (size,), "rows": (size, rows), "answer": (size, rows), "language": (size, rows),
+        "asked_place": (size,), "target": (size, SCORED_ROWS), "code_at": (size, MAX_DECOYS + 1), "code_place": (size, MAX_DECOYS + 1),
+        "layer": (size,), "shift": (size,), "source": (size,),
+        "units_sliding": (size, units["sliding"]), "keep_sliding": (size, units["sliding"]),
+        "units_global": (size, units["global"]), "keep_global": (size, units["global"]),
+    }  # fmt: skip
+
+
+class Batches:
+    """Endless training batches of a stage. Each sequence: a list, a first turn and three more turns."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: str, heads: tuple[int, int], layers: int) -> None:
         self.tokenizer = tokenizer
         self.rng = random.Random(seed)
-        self.batch_tokens = batch_tokens
-        self.heads = (sliding_heads, global_heads)
+        self.heads = heads
         self.layers = layers
         self.newline = tokenizer.encode("\n").ids
         self.model = tokenizer.encode("model\n").ids
 
-    def draw(self, lines_limit: int) -> dict[str, np.ndarray]:
-        """Arrays of one batch: tokens (B, T), start (B,), rows (B, R), weights (B, R) of answers and of plain language, damage."""
+    def draw(self, stage: Stage) -> dict[str, np.ndarray]:
+        """Arrays as `fields` says. rows are positions whose next token is predicted, the first LANGUAGE_ROWS of them anywhere in the
+        prompt, the others from the first answer on; answer and language are their weights; target is the position in the list that
+        holds the wanted token (-1: none); code_at and code_place tell where each code of the list begins and for which place it is."""
         rng = self.rng
-        lines = rng.randint(max(4, min(8, lines_limit)), lines_limit) if rng.random() < 0.5 else lines_limit
-        size = max(1, min(256, self.batch_tokens // (lines * 14 + 160)))
         made = []
-        for _ in range(size):
-            jitter = max(4, lines - rng.randrange(3))
-            made.append(recall_conversation(rng, jitter) if rng.random() < 0.93 else other_conversation(rng, jitter * 13))
+        for _ in range(stage.size):
+            lines = rng.randint(max(4, stage.lines // 3), stage.lines) if rng.random() < 0.5 else stage.lines - rng.randrange(3)
+            made.append(recall_conversation(rng, lines) if rng.random() < 0.94 else other_conversation(rng, lines * 11))
         encoded = self.tokenizer.encode_batch([text for item in made for user, answer in item.turns for text in ("user\n" + user, answer)])
         flat = iter([one.ids for one in encoded])
-        return self._collate([self._tokens(item, flat) for item in made], [item.code_first for item in made])
+        arrays = {name: np.zeros(shape, np.int64) for name, shape in fields(stage, self.heads).items()}
+        for name in ("asked_place", "target", "code_place"):
+            arrays[name][:] = -1
+        for at, item in enumerate(made):
+            self._place(arrays, at, item, flat, stage.width)
+        return arrays | draw_damage(rng, stage.size, self.heads, self.layers)
 
-    def _tokens(self, item: Conversation, flat: Iterator[list[int]]) -> tuple[list[int], int, list[float]]:
-        ids: list[int] = [BOS]
-        is_answer = [0.0]
-        start = 0
-        for number, _ in enumerate(item.turns):
+    def _place(self, arrays: dict[str, np.ndarray], at: int, item: Conversation, flat: Iterator[list[int]], width: int) -> None:
+        ids, weights, spans = [BOS], [0], []
+        for _ in item.turns:
             user, answer = next(flat), next(flat)
             asked = [TURN, *user, TURN_END, *self.newline, TURN, *self.model]
-            ids += asked
-            is_answer += [0.0] * len(asked)
-            if number == 0:
-                start = len(ids) - 1
-            ids += [*answer, TURN_END, *self.newline]
-            is_answer += [FIRST_WEIGHT, *[1.0] * len(answer)] + [0.0] * len(self.newline)
-        return ids, start, is_answer
+            spans.append((len(ids) + len(asked), answer))
+            ids += [*asked, *answer, TURN_END, *self.newline]
+            weights += [0] * len(asked) + [FIRST_WEIGHT] + [1] * len(answer) + [0] * len(self.newline)
+        start = spans[0][0] - 1
+        if start + 20 > width:
+            raise ValueError(f"a prompt of {start} tokens does not fit batches of {width}")
+        ids, weights = ids[:width], weights[:width]
+        arrays["tokens"][at, : len(ids)] = ids
+        arrays["start"][at] = start
+        rows = arrays["rows"][at]
+        rows[:LANGUAGE_ROWS] = sorted(self.rng.choices(range(start), k=LANGUAGE_ROWS))
+        rows[LANGUAGE_ROWS:] = np.minimum(start + np.arange(TAIL_ROWS), width - 2)
+        held = min(len(ids) - 1 - start, TAIL_ROWS)
+        flags = np.asarray(weights[start + 1 : start + 1 + held])
+        arrays["answer"][at, LANGUAGE_ROWS : LANGUAGE_ROWS + held] = flags
+        arrays["language"][at, :LANGUAGE_ROWS] = 1
+        arrays["language"][at, LANGUAGE_ROWS : LANGUAGE_ROWS + held] = flags == 0
+        listed = np.asarray(ids[:start], np.uint16).tobytes()
+        for number, (place, code) in enumerate(item.codes):
+            arrays["code_at"][at, number] = _find(listed, [self.tokenizer.token_to_id(character) for character in code])
+            arrays["code_place"][at, number] = PLACES.index(place)
+        begin = _find(listed, spans[0][1]) if item.codes else -1
+        if begin >= 0:
+            count = min(len(spans[0][1]), SCORED_ROWS)
+            arrays["target"][at, :count] = begin + np.arange(count)
+        if item.code_first:
+            arrays["asked_place"][at] = PLACES.index(item.first_place)
 
-    def _collate(self, made: list[tuple[list[int], int, list[float]]], code_first: list[bool]) -> dict[str, np.ndarray]:
-        size, longest = len(made), max(len(ids) for ids, _, _ in made)
-        width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
-        tail = max(len(ids) - start for ids, start, _ in made)
-        tokens = np.zeros((size, width), np.int64)
-        rows = np.zeros((size, LANGUAGE_ROWS + tail), np.int64)
-        answer = np.zeros(rows.shape, np.float32)
-        language = np.zeros(rows.shape, np.float32)
-        language[:, :LANGUAGE_ROWS] = 1.0
-        for at, (ids, start, is_answer) in enumerate(made):
-            tokens[at, : len(ids)] = ids
-            rows[at, :LANGUAGE_ROWS] = sorted(self.rng.choices(range(start), k=LANGUAGE_ROWS))
-            held = len(ids) - 1 - start
-            rows[at, LANGUAGE_ROWS:] = np.minimum(start + np.arange(tail), width - 2)
-            flags = np.asarray(is_answer[start + 1 :], np.float32)
-            answer[at, LANGUAGE_ROWS : LANGUAGE_ROWS + held] = flags
-            language[at, LANGUAGE_ROWS : LANGUAGE_ROWS + held] = flags == 0.0
-        batch = {
-            "tokens": tokens, "rows": rows, "answer": answer, "language": language,
-            "start": np.asarray([start for _, start, _ in made], np.int64), "code_first": np.asarray(code_first, np.float32),
-        }  # fmt: skip
-        return batch | draw_damage(self.rng, size, self.heads, self.layers)
+
+def _find(listed: bytes, wanted: list[int]) -> int:
+    """Position of a run of token ids in a list of 16-bit ids, or -1."""
+    sought = np.asarray(wanted, np.uint16).tobytes()
+    at = listed.find(sought)
+    while at % 2 == 1:
+        at = listed.find(sought, at + 1)
+    return at // 2 if at >= 0 else -1
 
 
 TRAINED_DAMAGE = ("zero", "zero half", "shift", "swap", "duplicate", "foreign")
@@ -217,13 +258,13 @@ def damage_arrays(per_item: list[tuple[int, str, int, int, int]], heads: tuple[i
 
 
 def unit_damage(kind: str, heads: int, variant: int) -> tuple[np.ndarray, np.ndarray]:
-    """(which unit each unit is read from, 1.0 or 0.0 by which it is multiplied), 2 * heads entries each."""
+    """(which unit each unit is read from, 1 or 0 by which it is multiplied), 2 * heads entries each."""
     units = np.arange(2 * heads)
-    keep = np.ones(2 * heads, np.float32)
+    keep = np.ones(2 * heads, np.int64)
     if kind == "zero":
-        keep[:] = 0.0
+        keep[:] = 0
     elif kind == "zero half":
-        keep[:heads] = 0.0
+        keep[:heads] = 0
         keep = np.roll(keep, heads * (variant % 2))
     elif kind == "duplicate":
         first, second = (units[:heads], units[heads:]) if variant % 2 else (units[heads:], units[:heads])

@@ -22,7 +22,8 @@ def main() -> None:
     first = 1 + max(*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer["added_tokens"]))
     tokenizer["added_tokens"] += [
         {"id": i, "content": f" w{i}", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-        for i in range(first, LAST_ID + 1)]
+        for i in range(first, LAST_ID + 1)
+    ]
     (HERE / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(SOURCE / name, HERE / name)

@@ -16,10 +16,8 @@ FOLDER = click.Path(path_type=Path)
 
 
 _recipe = click.option("--recipe", required=True, help="Name in recipes/, or a path.")
-_maybe_recipe = click.option("--recipe", help="Name in recipes/, or a path.")
 _cluster = click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
-_SET = "Override a key of the recipe, or of the cluster (cluster.KEY); recorded in the run."
-_set = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=_SET)
+_set = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, or cluster.KEY; recorded.")
 _here = click.option("--local", "run_locally", is_flag=True, help="Run the same bundle on this machine, without Slurm.")
 
 
@@ -28,7 +26,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _optional(command: Callable[..., Any]) -> Callable[..., Any]:
-    return _maybe_recipe(_cluster(_set(_here(command))))
+    return click.option("--recipe", help="Name in recipes/, or a path.")(_cluster(_set(_here(command))))
 
 
 _format = click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
@@ -199,20 +197,25 @@ def patch(context: click.Context, verb: str, names: tuple[str, ...], python: str
     context.exit(patching.main([verb, *names, "--site-packages", str(site_packages), *(["--dry-run"] if dry_run else [])]))
 
 
-FORWARDED: dict[str, tuple[str, str]] = {}
-"""Verb -> module with main(list of arguments) -> exit code, and the line of help; imported only when the verb is called."""
+FORWARDED = {
+    "plan": ("pdlaunch.verb_plan", "KV price, capacity and whether prefill can hand its cache to decode, before a GPU is booked."),
+    "compare": ("pdlaunch.verb_results", "Typed differences between runs, and which of them are more than noise."),
+    "report": ("pdlaunch.verb_results", "One self-contained HTML page over runs."),
+    "runs": ("pdlaunch.verb_results", "Index of archived runs."),
+    "utilisation": ("pdlaunch.verb_results", "GPU utilisation of one role against its load."),
+}
+"""Verb -> the module that has a click command of that name, loaded only when it is called, and its line of help here."""
 
 
 def _forward(verb: str, module: str, text: str) -> None:
-    @cli.command(
-        name=verb, help=text, add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-    )
+    @cli.command(name=verb, help=text, add_help_option=False, context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     @click.pass_context
     def forwarded(context: click.Context, /, arguments: tuple[str, ...]) -> None:
         import importlib
 
-        context.exit(importlib.import_module(module).main(list(arguments)))
+        command = getattr(importlib.import_module(module), verb)
+        context.exit(command.main(list(arguments), prog_name=f"launch.py {verb}", standalone_mode=False) or 0)
 
 
 for _verb, (_module, _text) in FORWARDED.items():

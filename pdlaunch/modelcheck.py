@@ -9,7 +9,7 @@ from pdlaunch.cluster import Cluster
 from pdlaunch.errors import PlanError, RecipeError, Where
 from pdlaunch.node.spec import TransferGroup, TransferPrediction
 from pdlaunch.planner.capacity import plan_layout
-from pdlaunch.planner.compat import PER_REGION_PATCH, check_roles, unevenly_scaled
+from pdlaunch.planner.compat import check_roles, unevenly_scaled
 from pdlaunch.planner.config import load_config
 from pdlaunch.planner.families import read_model
 from pdlaunch.planner.layers import Model
@@ -99,9 +99,6 @@ def _findings(recipe: Recipe, cluster: Cluster, model: Model) -> list[Finding]:
         found = role_findings(model, "agg", role_shape(recipe, "agg", cluster))
     if recipe.engines.control is not None:
         found = role_findings(model, "control", role_shape(recipe, "control", cluster)) + found
-    if PER_REGION_PATCH in recipe.patches and recipe.engine_args.hybrid_kv_cache_manager is False:
-        # patches/tests/test_matrix.py moves every byte of prefill TP above decode TP too.
-        found = [f for f in found if f.code != "mixed-heads-direction"]
     return found
 
 

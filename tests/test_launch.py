@@ -26,11 +26,43 @@ def launch(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedPro
     )
 
 
+VERBS = ("list", "check", "plan", "render", "submit", "status", "cancel", "recall", "patch", "verify", "compare", "report", "runs",
+         "utilisation", "doctor")  # fmt: skip
+
+
 def test_help_names_every_verb() -> None:
     done = launch("--help")
     assert done.returncode == 0
-    for verb in ("list", "check", "render", "submit", "status", "cancel", "recall", "doctor", "verify", "patch"):
+    for verb in VERBS:
         assert f"\n  {verb} " in done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str) -> None:
+    done = launch(verb, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"launch.py {verb}" in done.stdout
+
+
+def test_launch_py_stays_thin() -> None:
+    assert len((ROOT / "launch.py").read_text(encoding="utf-8").splitlines()) <= 250
+
+
+def test_plan_of_a_recipe_and_of_a_config() -> None:
+    done = launch("plan", "--recipe", "gemma4-p4d8", "--cluster", "example", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    config = str(ROOT / "models" / "configs" / "gemma-4-31b-it.json")
+    refused = launch("plan", "--config", config, "--tp", "4", "--decode-tp", "8", "--no-hybrid-manager", "--block-size", "64")
+    assert refused.returncode == 1
+    assert "vllm-0.31.0-nixl-per-region-kv-heads" in refused.stdout
+    assert launch("plan").returncode == 2
+
+
+def test_utilisation_of_the_public_table() -> None:
+    done = launch("utilisation", str(ROOT / "data" / "gemma4-prefill-utilisation.csv"))
+    assert done.returncode == 0, done.stderr
+    assert "busy mean 22.5 %" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -297,8 +297,8 @@ def test_a_decode_rank_without_its_plan_line_is_invalid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    ({"file_sha256": {"vllm/a.py": "cd"}}, "decode-0: vllm/a.py has sha256 cd... instead of ab..."),
-    ({"versions": {"vllm": "0.30.0"}}, "decode-0: vllm 0.30.0 instead of 0.31.0"),
+    ({"file_sha256": {"vllm/a.py": "cd"}}, "build identity: decode-0: vllm/a.py has sha256 cd, required ab"),
+    ({"versions": {"vllm": "0.30.0"}}, "build identity: decode-0: vllm 0.30.0 instead of 0.31.0"),
 ])
 def test_another_build_on_one_role_is_invalid(tmp_path: Path, change: dict[str, Any], why: str) -> None:
     run = good_run(tmp_path)

@@ -120,6 +120,9 @@ def needed_patches_of(prefill: Layout, decode: Layout) -> frozenset[str]:
 def _mixed_heads(pair: Pair) -> Iterator[Finding]:
     uneven = unevenly_scaled(pair.model, pair.p.tensor_parallel, pair.d.tensor_parallel)
     needed = needed_patches(pair)
+    unused = pair.patches & {PER_REGION_PATCH, PER_GROUP_PATCH} - needed
+    if unused:
+        yield Finding("info", "patch-not-needed", f"{', '.join(sorted(unused))}: this pair's cache does not need it")
     if not needed:
         return
     why = _heads_text(pair, uneven) if uneven else "the roles unify pages to different block sizes"
@@ -137,9 +140,6 @@ def _mixed_heads(pair: Pair) -> Iterator[Finding]:
         yield Finding("error", "mixed-heads", f"stock vLLM refuses this pair: {why}", fix, price)
     else:
         yield Finding("info", "mixed-heads-patched", f"needs {', '.join(sorted(needed))}, which the recipe applies: {why}")
-    unused = pair.patches & {PER_REGION_PATCH, PER_GROUP_PATCH} - needed
-    if unused:
-        yield Finding("info", "patch-not-needed", f"{', '.join(sorted(unused))}: this pair's cache does not need it")
 
 
 def _requests_lost(layout: Layout, **changes: object) -> int | None:

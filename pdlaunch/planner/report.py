@@ -61,6 +61,12 @@ def _explain(role: RolePlan) -> list[str]:
         f"charged {role.admission.blocks} blocks = {role.admission.mib:,.2f} MiB ({role.admission.waste_percent:.1f} % never written), "
         f"held {role.steady.blocks} blocks = {role.steady.mib:,.2f} MiB"
     )
+    if shape.tensor_parallel > 1:
+        whole = role.unsharded_bytes
+        lines.append(
+            f"this is the price on one of {shape.tensor_parallel} ranks; bytes for KV per GPU divided by the unsharded {_mib(whole)} MiB "
+            f"would give {whole / role.admission.bytes:.1f} times too few requests"
+        )
     if role.admission.blocks > role.steady.blocks:
         lines.append(
             f"charged exceeds held because vLLM keeps room for {shape.max_in_flight_tokens:,} tokens in flight in every local layer "

@@ -50,7 +50,8 @@ class MtpCost:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One role. capacity is None when memory is unknown; refused says why vLLM would not start with that memory."""
+    """One role. capacity is None when memory is unknown; refused says why vLLM would not start with that memory.
+    unsharded_bytes: admission price of the same request at TP 1, the number that public posts divide by."""
 
     role: str
     layout: Layout
@@ -62,6 +63,7 @@ class RolePlan:
     refused: str = ""
     graph: GraphError | None = None
     mtp: MtpCost | None = None
+    unsharded_bytes: int = 0
     levers: tuple[Lever, ...] = ()
 
     @property
@@ -160,6 +162,7 @@ def plan_role(model: Model, role: str, shape: RoleShape, tokens: int) -> RolePla
         refused,
         graph_error(shape, layout.steady(tokens).bytes),
         _mtp_cost(layout, tokens, None if book is None else book.kv_bytes),
+        plan_layout(model, shape.with_changes(tensor_parallel=1)).admission(tokens).bytes,
         levers(layout, tokens, None if book is None else book.kv_bytes),
     )
 

@@ -148,7 +148,7 @@ def _config(folder: str, shape: dict[str, Any]) -> VllmConfig:
         **optional,
     )
     windows = getattr(model.hf_text_config, "layer_types", None)
-    if windows is None or len(set(windows)) == 1:  # arg_utils.py: only when every layer slides
+    if windows is None or all(kind == "sliding_attention" for kind in windows):  # arg_utils.py: only when every layer slides
         cache.sliding_window = model.get_sliding_window()
     ranks = ParallelConfig(
         tensor_parallel_size=shape["tensor_parallel"],

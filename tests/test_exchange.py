@@ -1,0 +1,189 @@
+"""Exchange formats: round trips, denominators, the llm-d report against its own package, AIPerf's real files, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from llmd_benchmark_report import BenchmarkReportV02, load_benchmark_report
+
+from pdlaunch.aiperf_files import read_phase
+from pdlaunch.errors import ArchiveError
+from pdlaunch.exchange import aiperf, inferencex, llmd, points
+from pdlaunch.exchange.command import convert, export, load
+from pdlaunch.exchange.points import Role, points_of, statistics
+from pdlaunch.metrics_defs import Denominators, compute
+from pdlaunch.node.spec import LoadPhase
+from pdlaunch.report.command import Choice
+from pdlaunch.runread import read_run
+from tests.runfactory import Shape, write_run
+
+REAL = Path(__file__).parent / "data" / "aiperf-0.13.0"
+SMALL = Shape(loads=(LoadPhase("c2", 64, 8, 6, concurrency=2), LoadPhase("r3", 64, 8, 6, request_rate_per_s=3.0)))
+
+
+@pytest.fixture
+def results(tmp_path):
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def both(results):
+    return points_of(read_run(write_run(results, SMALL)))
+
+
+def close(a, b):
+    if isinstance(a, dict):
+        return set(a) == set(b) and all(close(a[k], b[k]) for k in a)
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-12)
+    return a == b
+
+
+def test_points_are_the_definitions(both, results):
+    closed = both[0]
+    metrics = read_run(next(results.glob("*/*"))).phases[0].metrics
+    assert closed.per_gpu()["total_per_gpu"] == pytest.approx(metrics["total_tokens_per_s_per_gpu"].value)
+    assert closed.per_gpu()["output_per_decode_gpu"] == pytest.approx(metrics["output_tokens_per_s_per_decode_gpu"].value)
+    assert closed.per_gpu()["input_per_prefill_gpu"] == pytest.approx(metrics["input_tokens_per_s_per_prefill_gpu"].value)
+    assert closed.roles == {"prefill": Role(4, 1, 1, 1, 4), "decode": Role(8, 1, 1, 1, 8)}
+    assert closed.stats["tpot_ms"]["p90"] == pytest.approx(metrics["tpot_p90_ms"].value)
+    assert statistics([]) == {}
+    assert statistics([1.0, 3.0])["sd"] == 1.0
+
+
+@pytest.mark.parametrize("form", [aiperf, llmd, points])
+def test_round_trip_loses_nothing(both, form):
+    write, read = (form.write, form.read) if form is not points else (points.to_json, points.from_json)
+    for point in both:
+        assert read(json.loads(json.dumps(write(point), allow_nan=False))) == point
+
+
+def test_inferencex_row_and_its_denominators(both):
+    row = inferencex.write(both[0])
+    point = both[0]
+    assert row["tput_per_gpu"] == pytest.approx(point.rates["total"] / 12)
+    assert row["output_tput_per_gpu"] == pytest.approx(point.rates["output"] / 8)
+    assert row["input_tput_per_gpu"] == pytest.approx(point.rates["input"] / 4)
+    assert row["median_intvty"] == pytest.approx(1000 / point.stats["tpot_ms"]["p50"])
+    assert row["p99_ttft"] == pytest.approx(point.stats["ttft_ms"]["p99"] / 1000)
+    assert (row["num_prefill_gpu"], row["num_decode_gpu"], row["prefill_tp"], row["decode_tp"]) == (4, 8, 4, 8)
+    again = inferencex.read(json.loads(json.dumps(row)))
+    assert close(again.rates, {k: v for k, v in point.rates.items() if k != "request"})
+    assert again.roles == point.roles
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms"):
+        assert close(again.stats[name], {k: v for k, v in point.stats[name].items() if k in ("mean", "p50", "p90", "p99", "sd")})
+    second = inferencex.write(again)
+    assert {k: v for k, v in second.items() if isinstance(v, str | int | bool)} == {
+        k: v for k, v in row.items() if isinstance(v, str | int | bool)
+    }
+    assert all(math.isclose(second[k], v, rel_tol=1e-12) for k, v in row.items() if isinstance(v, float))
+
+
+def test_a_row_of_somebody_else_keeps_what_we_do_not_know(both):
+    row = inferencex.write(both[0]) | {"power_valid": True, "joules_per_output_token": 1.5, "router": {"name": "kv", "version": "1"}}
+    again = inferencex.write(inferencex.read(row))
+    assert (again["power_valid"], again["joules_per_output_token"], again["router"]) == (True, 1.5, {"name": "kv", "version": "1"})
+
+
+def test_an_aggregated_row():
+    row = {"hw": "h", "conc": 4, "model": "m", "framework": "vllm", "isl": 1, "osl": 2, "disagg": False, "tp": 4, "pp": 1, "dp": 2,
+           "tput_per_gpu": 30.0, "output_tput_per_gpu": 20.0, "input_tput_per_gpu": 10.0, "mean_tpot": 0.01}  # fmt: skip
+    point = inferencex.read(row)
+    assert (point.gpus, point.rates) == (8, {"input": 80.0, "output": 160.0, "total": 240.0})
+    again = inferencex.write(point)
+    assert all(again[k] == pytest.approx(v) if isinstance(v, float) else again[k] == v for k, v in row.items())
+
+
+def test_what_the_row_cannot_hold_is_refused(both, results):
+    with pytest.raises(ArchiveError, match="no concurrency"):
+        inferencex.write(both[1])
+    with pytest.raises(ArchiveError, match="without GPUs"):
+        inferencex.write(points_of(read_run(write_run(results, SMALL, gpu="", job="20260101T000000Z-2")))[0])
+
+
+def test_llmd_report_is_valid_for_its_own_package(both, tmp_path):
+    for point in both:
+        body = llmd.write(point)
+        report = BenchmarkReportV02.model_validate(body)
+        latency = report.results.request_performance.aggregate.latency
+        assert latency.time_to_first_token.p99 == pytest.approx(point.stats["ttft_ms"]["p99"] / 1000)
+        assert report.scenario.load.standardized.concurrency == point.concurrency
+        assert [c.standardized.role.value for c in report.scenario.stack] == ["prefill", "decode"]
+        assert [c.standardized.accelerator.count for c in report.scenario.stack] == [4, 8]
+        assert load_benchmark_report(body).version == "0.2.1"
+
+
+def test_llmd_without_our_own_part_still_holds_the_standard_one(both):
+    point = both[0]
+    body = json.loads(BenchmarkReportV02.model_validate(llmd.write(point)).model_dump_json())
+    body["scenario"]["load"]["native"]["config"] = None
+    again = llmd.read(body)
+    assert close(again.stats, point.stats)
+    assert close(again.rates, point.rates)
+    assert again.roles == point.roles
+    assert (again.concurrency, again.isl, again.osl, again.requests, again.failures) == (2, 64, 8, 6, 0)
+
+
+@pytest.mark.parametrize("name", ["c1", "c4", "c16"])
+def test_aiperfs_own_files(name):
+    body = json.loads((REAL / name / "profile_export_aiperf.json").read_text())
+    point = aiperf.read(body)
+    assert (point.concurrency, point.isl, point.osl, point.model) == (int(name[1:]), 256, 32, "mock")
+    assert point.rates["output"] == body["output_token_throughput"]["avg"]
+    again = aiperf.write(replace(point, extra={}))
+    for metric in ("time_to_first_token", "inter_token_latency", "request_latency", "input_sequence_length", "output_sequence_length"):
+        theirs = {k: v for k, v in body[metric].items() if k not in ("sum",)}
+        assert {k: again[metric][k] for k in theirs} == pytest.approx(theirs)
+    ours = compute(read_phase(REAL / name), Denominators("rank", 1, 1, 0), point.concurrency, {})
+    ttft = statistics([r.ttft_ms for r in read_phase(REAL / name).records])
+    assert ttft == pytest.approx(point.stats["ttft_ms"])
+    assert point.stats["ttft_ms"]["p99"] == pytest.approx(ours["ttft_p99_ms"].value)
+    BenchmarkReportV02.model_validate(llmd.write(replace(point, roles={"decode": Role(1, 1, 1, 1, 1)})))
+
+
+def test_export_and_import_commands(results, tmp_path):
+    run = write_run(results, SMALL)
+    bad = write_run(results, SMALL, verdict="INVALID", job="20260101T000000Z-3")
+    answer = export(Choice((str(run), str(bad))), results, "llmd", tmp_path / "out")
+    assert answer.code == 1
+    assert "is INVALID" in answer.text
+    files = sorted((tmp_path / "out").iterdir())
+    assert [f.name.rsplit(".", 2)[1] for f in files] == ["c2", "r3"]
+    assert load(files[0], "llmd")[0].phase == "c2"
+    with pytest.raises(ArchiveError, match="exists"):
+        export(Choice((str(run),)), results, "llmd", tmp_path / "out")
+    rows = export(Choice((str(run),)), results, "inferencex", tmp_path / "ix")
+    assert rows.code == 1
+    assert "no concurrency" in rows.text
+    assert len(json.loads((tmp_path / "ix" / "agg_bmk.json").read_text())) == 1
+    convert(tmp_path / "ix" / "agg_bmk.json", "inferencex", "llmd", tmp_path / "one.json")
+    BenchmarkReportV02.model_validate(json.loads((tmp_path / "one.json").read_text()))
+    with pytest.raises(ArchiveError, match="exists"):
+        convert(tmp_path / "ix" / "agg_bmk.json", "inferencex", "llmd", tmp_path / "one.json")
+
+
+@pytest.mark.parametrize(("source", "text", "said"), [
+    ("inferencex", "[{}]", r"\[0\]: row without hw"), ("inferencex", "[1]", "int where an object"), ("inferencex", "{", "not JSON"),
+    ("llmd", '{"version": "0.1"}', "version '0.1'"), ("llmd", '{"version": "0.2.1"}', "KeyError"), ("aiperf", "{}", "no aiperf_version"),
+    ("aiperf", '{"aiperf_version": "1", "request_latency": {"unit": "s", "avg": 1}}', "unit 's'"), ("points", "{}", "KeyError"),
+])  # fmt: skip
+def test_bad_files_are_named(tmp_path, source, text, said):
+    path = tmp_path / "in.json"
+    path.write_text(text)
+    with pytest.raises(ArchiveError, match=said) as e:
+        load(path, source)
+    assert str(path) in str(e.value)
+
+
+def test_unknown_formats(tmp_path, results):
+    run = write_run(results, SMALL)
+    for call in (lambda: load(tmp_path / "x", "csv"), lambda: convert(tmp_path / "x", "llmd", "csv", tmp_path / "y"),
+                 lambda: export(Choice((str(run),)), results, "csv", tmp_path / "z")):  # fmt: skip
+        with pytest.raises(ArchiveError, match="csv"):
+            call()
+    with pytest.raises(ArchiveError, match="does not exist"):
+        load(tmp_path / "x", "llmd")

@@ -111,7 +111,9 @@ class Folder:
             (0.0, "job_started", "end", {}), (0.1, "control_plane", "begin", {}), (1.1, "control_plane", "end", {}),
             (1.2, "engines_started", "end", {}), (1.3, "engines_ready", "begin", {}), (41.3, "engines_ready", "end", {}),
             (41.4, "first_token", "begin", {}), (42.4, "first_token", "end", {}), (43.0, "recall_before", "begin", {}),
-            (53.0, "recall_before", "end", {}), (54.0, "load", "begin", {"phase": "c2"}), (84.0, "load", "end", {"phase": "c2"}),
+            (53.0, "recall_before", "end", {}), (54.0, "load", "begin", {"phase": "c2"}), (60.0, "recall_during", "begin", {}),
+            (70.0, "recall_during", "end", {}), (84.0, "load", "end", {"phase": "c2"}), (85.0, "recall_after", "begin", {}),
+            (89.0, "recall_after", "end", {}),
             (90.0, "stopped", "begin", {"log_bytes": stop_log_bytes or {"prefill-0": 10**6, "decode-0": 10**6}}),
             (95.0, "stopped", "end", {}),
         ]

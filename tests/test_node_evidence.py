@@ -48,6 +48,20 @@ def test_a_load_phase_whose_records_are_missing_is_inexact(tmp_path: Path) -> No
     assert "5 requests of load" in run.evidence().get("transfer.decode.before_load-after_load.not_exact")
 
 
+def test_a_run_that_ended_early_is_exact_for_what_was_sent(tmp_path: Path) -> None:
+    run = good_run(tmp_path)
+    for when in ("before_load", "after_load"):
+        for process in ("prefill-0", "decode-0"):
+            (tmp_path / "metrics" / f"{process}.{when}.prom").unlink()
+    events = (tmp_path / "events.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "events.jsonl").write_text("".join(e for e in events if "load" not in e and "recall_during" not in e and "_after" not in e))
+    for name in ("recall/during.jsonl", "recall/after.jsonl", "load/c2/command.json"):
+        (tmp_path / name).unlink()
+    assert run.evidence().get("transfer.decode.ready-end.predicted_bytes") == (blocks(100) + PROMPTS * blocks(810)) * BYTES_PER_BLOCK
+    (tmp_path / "recall" / "before.jsonl").unlink()
+    assert run.evidence().get("transfer.decode.ready-end.not_exact") == "recall.before left no record"
+
+
 def test_cache_hits_and_preemptions_make_a_window_inexact(tmp_path: Path) -> None:
     run = good_run(tmp_path)
     run.counters(local_cache_hit=64, preemptions=1)

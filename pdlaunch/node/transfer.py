@@ -16,6 +16,7 @@ from .contracts import SNAPSHOTS, Evidence
 from .load import RECORDS, server_token_counts
 from .metrics import Metrics, moved, read
 from .spec import EngineSpec, Spec
+from .timeline import read_events
 
 COUNTERS = {
     "bytes": ("vllm:nixl_bytes_transferred_sum", {}),
@@ -110,7 +111,7 @@ def _put_prediction(evidence: Evidence, spec: Spec, run_dir: Path, window: Windo
     names = [name for name in inside if name in groups]
     counts = [n for name in names for n in groups[name]]
     prefix = f"transfer.decode.{window.name}"
-    doubts = [f"{name} left no record" for name in inside if name in _asked_for(spec) and name not in groups]
+    doubts = [f"{name} left no record" for name in inside if name in _sent(spec, run_dir) and name not in groups]
     doubts += [f"{sum(n is None for n in groups[name])} requests of {name} have no token count" for name in names if None in groups[name]]
     for counter in ("tokens.local_cache_hit", "preemptions", "failed_transfers"):
         value = evidence.get(f"{prefix}.{counter}")
@@ -126,12 +127,13 @@ def _put_prediction(evidence: Evidence, spec: Spec, run_dir: Path, window: Windo
         evidence.put(f"{prefix}.predicted_tokens", sum(tokens), source)
 
 
-def _asked_for(spec: Spec) -> set[str]:
-    """Groups of requests that a whole run of this spec sends."""
-    groups = {"gate", *(f"recall.{when}" for when in (spec.recall.when if spec.recall else ()))}
-    groups |= {"behaviour"} if set(spec.behaviour) - {"build_identity"} else set()
-    groups |= {"agreement"} if spec.agreement else set()
-    return groups | ({"load"} if spec.load and spec.load.phases else set())
+def _sent(spec: Spec, run_dir: Path) -> set[str]:
+    """Groups of requests whose stage began, behaviour only where it asks the model something."""
+    begun = {event["stage"] for event in read_events(run_dir / "events.jsonl") if event["state"] == "begin"}
+    stages = {"gate": "first_token", "behaviour": "behaviour", "agreement": "agreement", "load": "load",
+              **{f"recall.{when}": f"recall_{when}" for when in ("before", "during", "after")}}
+    silent = set() if set(spec.behaviour) - {"build_identity"} else {"behaviour"}
+    return {group for group, stage in stages.items() if stage in begun} - silent
 
 
 def request_groups(spec: Spec, run_dir: Path) -> dict[str, list[int | None]]:

@@ -25,9 +25,17 @@ from pdlaunch.node.spec import (
 from pdlaunch.patching import expected_hashes
 from pdlaunch.patchseries import load_series
 from pdlaunch.placement import Placement, place
+from pdlaunch.planner.compat import PER_REGION_PATCH
 from pdlaunch.planner.rules import Finding
 from pdlaunch.recipe import Recipe
 
+LOG_PATTERNS = {
+    PER_REGION_PATCH: {
+        "active_line": r"NIXL per-region KV heads active: rank=(?P<rank>\d+/\d+)",
+        "plan_line": r"NIXL per-region KV heads plan: engine=(?P<engine>\S+) rank=(?P<rank>\d+/\d+)",
+    },
+}
+"""Patch -> lines that its code logs (ACTIVE_LOG and PLAN_LOG of region_heads.py), counted as proof that it served."""
 DISTRIBUTIONS = {"dynamo": "ai-dynamo", "vllm": "vllm", "nixl": "nixl"}
 
 
@@ -194,6 +202,7 @@ def _proof(recipe: Recipe, checked: modelcheck.ModelCheck, root: Path) -> Proof:
         patches=recipe.patches,
         file_sha256={} if mocker else _file_hashes(recipe, root),
         versions=versions,
+        log_patterns={name: regex for patch in recipe.patches for name, regex in LOG_PATTERNS.get(patch, {}).items()},
         text_checked=not mocker,
     )
 

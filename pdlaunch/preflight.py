@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdlaunch.errors import LaunchError, RecipeError, SubmitError
+from pdlaunch.errors import LaunchError, RecipeError, SubmitError, Where
 from pdlaunch.job import Job
+from pdlaunch.node.redact import Redactor
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def check_job(job: Job, *, submitting: bool = False) -> None:
 
 
 def findings(job: Job, *, submitting: bool = True) -> list[Finding]:
-    checks: list[Callable[[Job], str]] = [_model, _time_limit]
+    checks: list[Callable[[Job], str]] = [_secrets, _model, _time_limit]
     here = job.cluster.launcher == "local"
     if here:
         checks += [_python, _aiperf, _control_plane, _port]
@@ -46,6 +47,23 @@ def findings(job: Job, *, submitting: bool = True) -> list[Finding]:
         except LaunchError as e:
             out.append(Finding(name, e.what, e))
     return out
+
+
+def _secrets(job: Job) -> str:
+    """Both files and the overrides are copied into every bundle and archive; the message never repeats what was found."""
+    redactor = Redactor(job.spec.redact_keys, os.environ)
+    for source in (job.recipe.source, job.cluster.source):
+        places = [(Where(source.path, n), line) for n, line in enumerate(source.path.read_text(encoding="utf-8").splitlines(), 1)]
+        places += [(Where(key=f"--set {source.prefix}{key}"), f"{key}={value}") for key, value in source.overrides.items()]
+        for where, text in places:
+            if redactor.text(text) != text:
+                raise RecipeError(
+                    "this looks like a secret, or holds the value of a secret variable of this environment",
+                    where=where,
+                    rule="recipes, cluster files and overrides are archived with every run",
+                    hint="put it into the site's own environment",
+                )
+    return "none found"
 
 
 def _model(job: Job) -> str:

@@ -171,3 +171,28 @@ def test_models_that_are_not_visible_here_are_not_looked_for() -> None:
     made = make("example-venv", "gemma4-p4d8")
     preflight.check_job(made)
     assert "not visible here" in preflight.findings(made)[0].observed
+
+
+PLANTED = "hf_" + "A1b2C3d4" * 4
+
+
+@pytest.mark.parametrize("where", ["recipe", "cluster", "override"])
+def test_a_planted_secret_is_refused_and_not_repeated(tmp_path: Path, where: str) -> None:
+    for kind, name in (("recipe", "tiny-p1d1"), ("cluster", "local")):
+        text = (ROOT / f"{kind}s" / f"{name}.yaml").read_text(encoding="utf-8")
+        (tmp_path / f"{name}.yaml").write_text(text + (f"# {PLANTED}\n" if kind == where else ""), encoding="utf-8")
+    settings = (f"description={PLANTED}",) if where == "override" else ()
+    found = recipe.load(tmp_path / "tiny-p1d1.yaml", settings)
+    made = job.build(found, cluster.load(tmp_path / "local.yaml"), job.Context(ROOT, "2026-01-02T03:04:05Z"))
+    with pytest.raises(RecipeError, match="looks like a secret") as e:
+        preflight.check_job(made)
+    assert PLANTED not in str(e.value)
+    assert "archived with every run" in str(e.value)
+
+
+def test_secrets_of_the_environment_do_not_reach_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "MY_API_KEY", "DB_PASSWORD"):
+        monkeypatch.setenv(name, f"{PLANTED}{name}")
+    out = bundle.render(make(), tmp_path / "b")
+    for path in out.rglob("*"):
+        assert not path.is_file() or PLANTED.encode() not in path.read_bytes(), path

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from pdlaunch.node.spec import EngineSpec
-from tests.golden_cases import build
+from tests.golden_cases import ROOT, build
 
 
 def engine(name: str, role: str, site: str = "local", *settings: str) -> EngineSpec:
@@ -111,6 +112,22 @@ def test_prediction_and_mixed_heads(name: str, mixed: bool, per_block: int) -> N
     assert proof.prediction is not None
     assert set(proof.prediction.groups[0].bytes_per_block_per_decode_rank) == {per_block}
     assert proof.mixed_heads is mixed
+
+
+def test_log_patterns_fit_the_lines_that_the_patch_logs() -> None:
+    """The formats are read from the patch itself, so that a changed log line fails here and not as a missing proof."""
+    proof = build("tiny-p1d2", "local").spec.proof
+    patch = (ROOT / "patches" / "vllm-0.31.0-nixl-per-region-kv-heads.patch").read_text(encoding="utf-8")
+    added = "".join(line[1:] + "\n" for line in patch.splitlines() if line.startswith("+"))
+    formats = {name: "".join(re.findall(r'"([^"]*)"', added.split(f"{name} = ")[1].split("\n\n")[0].split("\n_")[0].split("\nPLAN")[0]))
+               for name in ("ACTIVE_LOG", "PLAN_LOG")}  # fmt: skip
+    active = formats["ACTIVE_LOG"] % (1, 2, 6, "2x5,1x1")
+    plan = formats["PLAN_LOG"] % ("engine-7", 1, 2, 1, 6, 5, 1, 393216)
+    assert re.search(proof.log_patterns["active_line"], active)
+    found = re.search(proof.log_patterns["plan_line"], plan)
+    assert found is not None
+    assert found.groupdict() == {"engine": "engine-7", "rank": "1/2"}
+    assert build("tiny-p1d2-stock", "local").spec.proof.log_patterns == {}
 
 
 def test_proof_names_hashes_of_patched_and_of_stock_files() -> None:

@@ -1,0 +1,113 @@
+"""Archived runs: found by name, and any changed, missing or added byte is seen; the verdict is judged again from the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdlaunch import archive
+from pdlaunch.errors import ArchiveError
+from pdlaunch.node import finish
+from pdlaunch.node.spec import load_spec
+from tests.runfactory import write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose evidence, verdict and manifest were made by the node's own code."""
+    folder = write_run(tmp_path / "results")
+    finish.judge(folder, "")
+    finish.write_manifest(load_spec(folder / "spec.json"), folder, "")
+    return folder
+
+
+def test_an_untouched_run_is_intact(run: Path) -> None:
+    found = archive.verify(run)
+    assert found.intact, found.lines()
+    assert found.files == len([p for p in run.rglob("*") if p.is_file()]) - 1
+    assert found.verdict in ("VALID", "INVALID")
+
+
+def test_a_changed_byte_of_any_file_is_found(run: Path) -> None:
+    files = [p for p in sorted(run.rglob("*")) if p.is_file()]
+    assert {"spec.json", "manifest.json", "events.jsonl", "verdict.json", "evidence.json"} <= {p.name for p in files}
+    for path in files:
+        before = path.read_bytes()
+        for at in sorted({0, len(before) // 2, len(before) - 1} - {-1}):
+            path.write_bytes(before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])
+            try:
+                intact = archive.verify(run).intact
+            except ArchiveError:
+                intact = False
+            assert not intact, f"{path.name} at {at}"
+        path.write_bytes(before)
+    assert archive.verify(run).intact
+
+
+def test_missing_added_and_linked_files_are_found(run: Path) -> None:
+    (run / "more.txt").write_text("x", encoding="utf-8")
+    (run / "logs").mkdir(exist_ok=True)
+    events = run / "events.jsonl"
+    kept = events.read_bytes()
+    events.unlink()
+    found = archive.verify(run)
+    assert found.foreign == ("more.txt",)
+    assert found.missing == ("events.jsonl",)
+    assert {"not in the manifest: more.txt", "missing: events.jsonl"} <= set(found.lines())
+    outside = run.parent / "elsewhere"
+    outside.write_bytes(kept)
+    events.symlink_to(outside)
+    assert archive.verify(run).changed == ("events.jsonl",)
+
+
+def test_a_verdict_that_was_written_by_hand_is_found(run: Path) -> None:
+    """Verdict and manifest changed together, so that every hash fits: judging again tells."""
+    path = run / "verdict.json"
+    verdict = json.loads(path.read_text(encoding="utf-8"))
+    word = "INVALID" if verdict["verdict"] == "VALID" else "VALID"
+    path.write_text(json.dumps({**verdict, "verdict": word, "line": f"{word}  by hand"}, indent=1) + "\n", encoding="utf-8")
+    finish.write_manifest(load_spec(run / "spec.json"), run, "")
+    found = archive.verify(run)
+    assert not found.changed
+    assert any("judged again" in line for line in found.lines())
+
+
+def test_evidence_that_was_written_by_hand_is_found(run: Path) -> None:
+    path = run / "evidence.json"
+    evidence = json.loads(path.read_text(encoding="utf-8"))
+    name = next(n for n, v in evidence["values"].items() if isinstance(v["value"], int) and not isinstance(v["value"], bool))
+    evidence["values"][name]["value"] += 1
+    path.write_text(json.dumps(evidence, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    finish.write_manifest(load_spec(run / "spec.json"), run, "")
+    assert any(line.startswith(f"evidence {name}:") for line in archive.verify(run).lines())
+
+
+def test_a_run_that_was_cut_off_is_no_archive(run: Path) -> None:
+    (run / "manifest.json").unlink()
+    with pytest.raises(ArchiveError, match="the manifest is written last"):
+        archive.verify(run)
+    (run / "manifest.json").write_text('{"schema": 1, "fi', encoding="utf-8")
+    with pytest.raises(ArchiveError, match="is damaged"):
+        archive.verify(run)
+    (run / "manifest.json").write_text('{"schema": 9}', encoding="utf-8")
+    with pytest.raises(ArchiveError, match="not a manifest of this project"):
+        archive.verify(run)
+
+
+def test_runs_are_found_by_name_folder_and_last(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    old = write_run(results, job="20261019T120000Z-1")
+    new = write_run(results, job="20261020T120000Z-2")
+    assert [r.path for r in archive.runs(results)] == [old, new]
+    assert archive.find("last", results) == new
+    assert archive.find(old.name, results) == old
+    assert archive.find(f"{old.parent.name}/{old.name}", results) == old
+    assert archive.find(str(old), Path("/none")) == old
+    with pytest.raises(ArchiveError, match="0 runs are called 'x'"):
+        archive.find("x", results)
+    with pytest.raises(ArchiveError, match="is no run"):
+        archive.find(str(results), results)
+    (new / "verdict.json").unlink()
+    assert archive.read(new).verdict == "UNFINISHED"

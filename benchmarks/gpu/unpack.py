@@ -1,8 +1,9 @@
 """Unpack on the GPU machine what pack.py made, and build the environments that the recipes name.
 
 `add` takes one carried piece: its parts are kept, and every unit whose parts are all there is checked and unpacked at once, so most of the
-work is done while the next piece travels. `finish` makes ROOT/engine-stock and one environment per patch set (hard links, then the
-project's own patching), ROOT/aiperf, links them under PROJECT/.envs, and imports what will be served from each of them.
+work is done while the next piece travels. `finish` makes ROOT/gpu-stock and one environment per patch set (hard links, then the
+project's own patching), ROOT/aiperf, links them under PROJECT/.envs as clusters/local-gpu.yaml names them, and imports what will be
+served from each of them.
 Nothing is installed into the machine's own Python: the environments see its packages behind theirs.
 """
 
@@ -76,13 +77,13 @@ def behind() -> str:
 
 
 def make_env(env: Path, packages: list[Path]) -> Path:
-    """A virtual environment whose site-packages hold hard links to `packages`, later ones first. Returns its Python."""
+    """A virtual environment whose site-packages hold hard links to `packages`, later ones on top. Returns its site-packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(env)], check=True)
     site = env / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     for source in packages:
         subprocess.run(["cp", "-rlf", f"{source}/.", str(site)], check=True)
     (site / "zz-machine.pth").write_text(behind(), encoding="utf-8")
-    return env / "bin" / "python"
+    return site
 
 
 def link(project: Path, name: str, env: Path) -> None:
@@ -95,29 +96,36 @@ def link(project: Path, name: str, env: Path) -> None:
 
 def finish(root: Path, project: Path, sets: list[str]) -> int:
     began = time.monotonic()
-    os.environ["PATH"] = f"{root / 'bin'}:{os.environ['PATH']}"
     compileall.compile_dir(str(root / "site"), quiet=2, workers=min(32, os.cpu_count() or 1))
     print(f"byte code after {time.monotonic() - began:.1f} s")
-    envs = {"engine-stock": make_env(root / "engine-stock", [root / "site"])}
+    names = ["gpu-stock"]
+    make_env(root / "gpu-stock", [root / "site"])
     for entry in sets:
         name, _, patches = entry.partition("=")
-        envs[name] = make_env(root / name, [root / "site"])
-        for patch in patches.split(","):
-            subprocess.run([sys.executable, "launch.py", "patch", "apply", patch, "--python", str(envs[name])], check=True, cwd=project)
+        site = make_env(root / name, [root / "site"])
+        command = [sys.executable, "-m", "pdlaunch.patching", "apply", *patches.split(","), "--site-packages", str(site)]
+        subprocess.run(command, check=True, cwd=project)
+        names.append(name)
     if (root / "aiperf-site").exists():
-        aiperf = make_env(root / "aiperf", [root / "site", root / "aiperf-site"])
-        script = aiperf.with_name("aiperf")
-        script.write_text(f"#!{aiperf}\nimport sys\nfrom aiperf.cli import app\nsys.exit(app())\n", encoding="utf-8")
+        make_env(root / "aiperf", [root / "site", root / "aiperf-site"])
+        script = root / "aiperf" / "bin" / "aiperf"
+        script.write_text(
+            f"#!{root / 'aiperf' / 'bin' / 'python'}\nimport sys\nfrom aiperf.cli import app\nsys.exit(app())\n", encoding="utf-8"
+        )
         script.chmod(0o755)
         link(project, "aiperf", root / "aiperf")
-    for name in envs:
+    for name in names:
         link(project, name, root / name)
+    link(project, "control-plane", root)
     print(f"environments after {time.monotonic() - began:.1f} s")
+    commands = {name: [str(root / name / "bin" / "python"), "-c", SMOKE] for name in names}
+    commands |= {"aiperf": [str(root / "aiperf" / "bin" / "aiperf"), "--version"]} if (root / "aiperf").exists() else {}
+    commands |= {name: [str(root / "bin" / name), "--version"] for name in ("etcd", "nats-server")}
     failed = 0
-    with ThreadPoolExecutor(len(envs)) as pool:
-        runs = pool.map(lambda p: subprocess.run([str(p), "-c", SMOKE], capture_output=True, text=True), envs.values())
-        for name, run in zip(envs, runs, strict=True):
-            print(f"{name}: {run.stdout.strip() if run.returncode == 0 else run.stderr[-1500:]}")
+    with ThreadPoolExecutor(len(commands)) as pool:
+        runs = pool.map(lambda argv: subprocess.run(argv, capture_output=True, text=True, timeout=180), commands.values())
+        for name, run in zip(commands, runs, strict=True):
+            print(f"{name}: {run.stdout.strip()[-600:] if run.returncode == 0 else run.stderr[-1500:]}")
             failed += run.returncode != 0
     print(f"imports after {time.monotonic() - began:.1f} s")
     return 1 if failed else 0

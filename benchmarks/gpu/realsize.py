@@ -133,7 +133,7 @@ def _measure(producer: Running, consumer: Running, length: int, args: argparse.N
     for i in range(args.repeats + 1):
         before = counters(consumer.url)
         answer = ask(
-            consumer.url, [2, *(rng.randrange(16, 600) for _ in range(length - 1))], OUT_TOKENS, producer=producer.url, ignore_eos=True
+            consumer.url, [2, *(rng.randrange(16, 600) for _ in range(length - 1))], OUT_TOKENS, producer=producer.url, exact_length=True
         )
         moved = settled(consumer.url, before, consumer.server.tp if answer.ok else 0)
         if not answer.ok:
@@ -180,14 +180,10 @@ def _measure(producer: Running, consumer: Running, length: int, args: argparse.N
 
 
 def transports(running: Running) -> list[str]:
-    """What UCX says that it uses for GPU memory, from its protocol report in the log."""
+    """What UCX says that it uses for GPU memory, from its protocol report in the log: the lines that name a path of CUDA memory."""
     text = running.child.log.read_text(encoding="utf-8", errors="replace")
-    lines = [
-        line.strip(" |+-")
-        for line in text.splitlines()
-        if "cuda" in line and ("|" in line) and ("get" in line or "copy" in line or "ipc" in line)
-    ]
-    return sorted({" ".join(line.split())[-160:] for line in lines})[:12]
+    rows = [" ".join(line[line.index("|") :].split()) for line in text.splitlines() if "|" in line and "cuda" in line]
+    return sorted({row for row in rows if "remote memory read" in row or "cuda_ipc" in row or "cuda_copy" in row})[:20]
 
 
 def copy_limit(args: argparse.Namespace, pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:

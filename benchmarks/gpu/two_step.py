@@ -68,17 +68,20 @@ def chat_tokens(url: str, text: str, timeout_s: float = 60.0) -> list[int]:
 
 
 def ask(
-    consumer: str, prompt: Sequence[int], max_tokens: int, *, producer: str = "", ignore_eos: bool = False, timeout_s: float = 120.0
+    consumer: str, prompt: Sequence[int], max_tokens: int, *, producer: str = "", exact_length: bool = False, timeout_s: float = 120.0
 ) -> Answer:
-    """The answer of `consumer`, after a prefill on `producer` unless that is empty. Never raises for what a server answers."""
+    """The answer of `consumer`, after a prefill on `producer` unless that is empty. Never raises for what a server answers.
+
+    exact_length: a measurement: no stop token counts, and no token ids are asked for, since vLLM would send the prompt's ids back as well.
+    """
     answer = Answer()
     body: dict[str, Any] = {
         "model": "m",
         "prompt": list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0.0,
-        "ignore_eos": ignore_eos,
-        "return_token_ids": True,
+        "ignore_eos": exact_length,
+        "return_token_ids": not exact_length,
         "stream": True,
     }
     try:
@@ -114,7 +117,7 @@ def _stream(url: str, body: dict[str, Any], timeout_s: float, answer: Answer) ->
             if chunk.get("error"):
                 answer.error = f"HTTP {exchange.status} and an error in the stream: {json.dumps(chunk['error'])[:300]}"
             for choice in chunk.get("choices") or []:
-                if choice.get("token_ids") and not answer.tokens:
+                if not answer.first_token_s and (choice.get("token_ids") or "text" in choice):
                     answer.first_token_s = time.monotonic() - began
                 answer.tokens += choice.get("token_ids") or []
                 answer.text += choice.get("text") or ""

@@ -92,10 +92,18 @@ def engine_record(text: str) -> EngineRecord:
     return EngineRecord("decode-0", "decode", parse_log(text), {}, argv)
 
 
-def test_a_gpu_log_with_its_flags_is_predicted_to_the_token() -> None:
-    engine = read_engine(engine_record(GPU_LOG), load_config(CONFIGS / "qwen3.8-2.4t.json"))
+def test_a_gpu_log_with_its_flags_is_predicted_to_what_its_rounding_leaves() -> None:
+    """ "83.00 GiB" leaves one block of 12.75 MiB open, and no more."""
+    config = load_config(CONFIGS / "qwen3.8-2.4t.json")
+    engine = read_engine(engine_record(GPU_LOG), config)
     assert engine.exact, [(row.name, row.predicted, row.measured) for row in engine.rows]
-    assert {row.name: row.measured for row in engine.rows}["tokens"] == 3_102_720
+    tokens = {row.name: row for row in engine.rows}["tokens"]
+    assert tokens.measured == 3_102_720
+    assert tokens.low is not None
+    assert tokens.high is not None
+    assert 0 < tokens.high - tokens.low < 1000
+    other = read_engine(engine_record(GPU_LOG.replace("3,102,720", "3,101,720")), config)
+    assert not other.exact
 
 
 def test_a_wrong_prediction_is_not_called_exact(tmp_path: Path) -> None:

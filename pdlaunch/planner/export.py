@@ -112,7 +112,7 @@ def _engine(engine: MeasuredEngine) -> dict[str, Any]:
         "role": engine.record.role,
         "exact": engine.exact,
         "problem": engine.problem or None,
-        "values": [_fields(row, "name", "predicted", "measured", "residual", "source") for row in engine.rows],
+        "values": [_fields(row, "name", "predicted", "measured", "residual", "low", "high", "agrees", "source") for row in engine.rows],
         "ledger": [_fields(row, "name", "gib", "source", "note", "inside") for row in engine.ledger],
         "plan": None if engine.plan is None else _role(engine.plan),
     }

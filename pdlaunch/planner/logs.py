@@ -11,7 +11,7 @@ from typing import Any
 
 from pdlaunch.errors import PlanError, Where
 
-from .shape import MemoryFacts, RoleShape
+from .shape import GIB, MemoryFacts, RoleShape
 
 _GIB = r"(-?[\d.]+)"
 
@@ -199,6 +199,18 @@ def _block_size_given(record: EngineRecord) -> int | None:
     return None
 
 
+def _exact_kv_bytes(record: EngineRecord) -> int | None:
+    given, said = record.argv.get("kv_cache_memory_bytes"), record.metric.get("kv_cache_memory_bytes", "None")
+    if given is not None:
+        return int(given)
+    return None if said in ("None", "") else int(said)
+
+
+def rounded_kv_gib(record: EngineRecord) -> float | None:
+    """KV GiB that the log states, when nothing states the bytes exactly: two digits."""
+    return record.fact("kv_gib") if _exact_kv_bytes(record) is None else None
+
+
 def shape_of(record: EngineRecord) -> RoleShape:
     """The shape that the engine ran with: its command line first, then its own words in the log and the metric."""
     said = {
@@ -222,26 +234,38 @@ def shape_of(record: EngineRecord) -> RoleShape:
         said["mamba_ssm_cache_dtype"] = record.metric.get("mamba_ssm_cache_dtype", "auto")
     given = {name: value for name, value in record.argv.items() if name != "model"}
     backend = "CPU_ATTN" if record.fact("device") == "cpu" else given.get("backend") or record.fact("backend") or "FLASH_ATTN"
-    kv = given.get("kv_cache_memory_bytes") or (int(record.fact("kv_gib") * (1 << 30)) if record.fact("kv_gib") else None)
-    memory_bytes = record.metric.get("kv_cache_memory_bytes", "None")
-    if kv is None and memory_bytes not in ("None", ""):
-        kv = int(memory_bytes)
+    rounded = rounded_kv_gib(record)
+    kv = _exact_kv_bytes(record) if rounded is None else int(rounded * GIB)
     changes = {**said, **given, "backend": backend, "kv_cache_memory_bytes": kv, "block_size": _block_size_given(record)}
     return RoleShape(memory=memory_facts(record)).with_changes(**changes)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One value that the planner predicted and the engine stated. residual: measured minus predicted; None when one is missing."""
+    """One value that the planner predicted and the engine stated. residual: measured minus predicted; None when one is missing.
+
+    low, high: the prediction at the ends of what the engine's own rounding leaves open (a log states KV GiB and concurrency with two
+    digits); equal to predicted when the inputs are exact.
+    """
 
     name: str
     predicted: float | None
     measured: float | None
     source: str
+    low: float | None = None
+    high: float | None = None
 
     @property
     def residual(self) -> float | None:
         return None if self.predicted is None or self.measured is None else self.measured - self.predicted
+
+    @property
+    def agrees(self) -> bool:
+        """Equal, or inside what the engine's rounding leaves open; true when either value is missing."""
+        if self.predicted is None or self.measured is None:
+            return True
+        low, high = (self.predicted if bound is None else bound for bound in (self.low, self.high))
+        return low - 1e-9 <= self.measured <= high + 1e-9
 
 
 def stated(record: EngineRecord) -> dict[str, tuple[float, str]]:

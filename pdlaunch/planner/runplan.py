@@ -9,12 +9,13 @@ from typing import Any
 
 from pdlaunch.errors import PlanError
 
+from .capacity import Layout, capacity
 from .config import load_config
 from .families import read_model
-from .logs import Compared, EngineRecord, read_records, shape_of, stated
+from .logs import Compared, EngineRecord, read_records, rounded_kv_gib, shape_of, stated
 from .memory import Row
 from .roleplan import RolePlan, plan_role
-from .shape import RoleShape
+from .shape import GIB, RoleShape
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,8 @@ class MeasuredEngine:
 
     @property
     def exact(self) -> bool:
-        """Every value that both sides state is equal (the log's concurrency to its two digits)."""
-        return bool(self.rows) and all(row.residual is None or abs(row.residual) < _tolerance(row) for row in self.rows)
-
-
-def _tolerance(row: Compared) -> float:
-    return 0.00501 if row.name == "concurrency" and "cache_config_info" not in row.source else 1e-9
+        """Something was predicted, and every value that the engine states is the predicted one, to the digits that it states."""
+        return any(row.predicted is not None for row in self.rows) and all(row.agrees for row in self.rows)
 
 
 def measured_ledger(record: EngineRecord) -> tuple[Row, ...]:
@@ -69,23 +66,33 @@ def measured_ledger(record: EngineRecord) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+HALF_DIGIT_GIB = 0.00501  # a log rounds GiB to two digits
+
+
+def _predicted(layout: Layout, kv_bytes: int) -> dict[str, float]:
+    cache = capacity(layout, kv_bytes)
+    return {"num_blocks": cache.num_blocks, "tokens": cache.tokens, "concurrency": cache.concurrency}
+
+
 def _compare(record: EngineRecord, plan: RolePlan | None) -> tuple[Compared, ...]:
-    predicted: dict[str, float] = {}
+    middle: dict[str, float] = {}
+    low, high = middle, middle
     if plan is not None:
-        predicted["block_size"] = plan.layout.choice.block_size
-        if plan.capacity is not None:
-            predicted |= {
-                "num_blocks": plan.capacity.num_blocks,
-                "tokens": plan.capacity.tokens,
-                "concurrency": plan.capacity.concurrency,
-            }
+        middle = {"block_size": plan.layout.choice.block_size}
+        if plan.capacity is not None and plan.book is not None:
+            middle |= _predicted(plan.layout, plan.book.kv_bytes)
+            slack = 0 if rounded_kv_gib(record) is None else int(HALF_DIGIT_GIB * GIB)
+            low, high = (middle | _predicted(plan.layout, plan.book.kv_bytes + sign * slack) for sign in (-1, 1))
     said = stated(record)
-    names = ("block_size", "num_blocks", "tokens", "concurrency")
-    return tuple(
-        Compared(name, predicted.get(name), said[name][0] if name in said else None, said[name][1] if name in said else "")
-        for name in names
-        if name in predicted or name in said
-    )
+    rows = []
+    for name in ("block_size", "num_blocks", "tokens", "concurrency"):
+        if name not in middle and name not in said:
+            continue
+        value, source = said.get(name, (None, ""))
+        digits = 0.00501 if name == "concurrency" and "cache_config_info" not in source else 0.0
+        ends = (None, None) if name not in low else (low[name] - digits, high[name] + digits)
+        rows.append(Compared(name, middle.get(name), value, source, *ends))
+    return tuple(rows)
 
 
 def _config_of(record: EngineRecord, config: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -101,7 +101,7 @@ def evaluate(network: RecallNetwork, tokenizer: Tokenizer, seed: int, batch_toke
 
 
 def _damaged(network: RecallNetwork, tokenizer: Tokenizer, items: Asked, batch_tokens: int) -> dict:
-    cases = [(kind, 0) for kind in TRAINED_DAMAGE if kind != "shift"] + [("shift", step) for step in (16, 64, 128, -16, -64, -128)]
+    cases = [(kind, 0) for kind in TRAINED_DAMAGE if kind != "shift"] + [("shift", step) for step in (16, 64, 128, -64, -128)]
     rows = []
     for kind, shift in cases:
         right_by_layer = []

@@ -186,6 +186,8 @@ class Batches:
         ids, weights, spans = [BOS], [0], []
         for _ in item.turns:
             user, answer = next(flat), next(flat)
+            if not item.codes:
+                user = user[: width - 64]
             asked = [TURN, *user, TURN_END, *self.newline, TURN, *self.model]
             spans.append((len(ids) + len(asked), answer))
             ids += [*asked, *answer, TURN_END, *self.newline]
@@ -226,15 +228,21 @@ def _find(listed: bytes, wanted: list[int]) -> int:
 
 
 TRAINED_DAMAGE = ("zero", "zero half", "shift", "swap", "duplicate", "foreign")
+# A shift of the global layer costs it only the first or the last tokens, the hardest damage to notice, so it is the most frequent. Blocks
+# that move down by less than a window still leave a sliding layer all the tokens that it needs: no damage that could be noticed.
+KIND_WEIGHTS = {"sliding": (2, 3, 2, 2, 2, 2), "global": (1, 1, 6, 1, 1, 1)}
+SHIFTS = {"sliding": (16, 32, 64, 128, -64, -128), "global": (16, 32, 64, 128, -16, -32, -64, -128)}
+GLOBAL_SHARE = 0.35
 
 
 def draw_damage(rng: random.Random, size: int, heads: tuple[int, int], layers: int) -> dict[str, np.ndarray]:
-    """One damage per sequence, in one layer: the last (global) layer for a quarter of them, else a sliding layer."""
+    """One damage per sequence, in one layer; the last layer is the global one."""
     per_item = []
     for at in range(size):
-        layer = layers - 1 if rng.random() < 0.25 else rng.randrange(layers - 1)
-        kind = rng.choice(TRAINED_DAMAGE)
-        shift = rng.choice((-1, 1)) * rng.choice((16, 32, 64, 128)) if kind == "shift" else 0
+        name = "global" if rng.random() < GLOBAL_SHARE else "sliding"
+        layer = layers - 1 if name == "global" else rng.randrange(layers - 1)
+        kind = rng.choices(TRAINED_DAMAGE, KIND_WEIGHTS[name])[0]
+        shift = rng.choice(SHIFTS[name]) if kind == "shift" else 0
         source = (at + rng.randrange(1, size)) % size if kind == "foreign" and size > 1 else at
         per_item.append((layer, kind, shift, source, rng.randrange(1 << 16)))
     return damage_arrays(per_item, heads)

@@ -260,7 +260,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=40960)
     parser.add_argument("--lines", type=int, default=160, help="longest list of the curriculum; about 13.4 tokens a line")
     parser.add_argument("--lr", type=float, default=1.2e-3)
-    parser.add_argument("--damage-weight", type=float, default=0.4)
+    parser.add_argument("--damage-weight", type=float, default=0.6)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--held-out", type=int, default=1008, help="prompts of each length in the evaluation, a multiple of 126 (or 9)")
     parser.add_argument("--evaluation-tokens", type=int, default=131072, help="tokens of a batch of the evaluation")

@@ -39,10 +39,16 @@ def wheel(folder: Path, name: str, files: dict[str, bytes]) -> Path:
 def packed(tmp_path: Path, limit: int) -> tuple[Path, list[Path]]:
     """Pieces of one wheel whose archive is larger than the limit, and one that is smaller."""
     noise = random.Random(1).randbytes(60000)
-    files = {"vllm/a.bin": noise, "vllm/_qutlass_C.so": b"x", "vllm-1.0.data/purelib/extra.py": b"e = 1\n",
-             "vllm-1.0.data/scripts/vllm": b"#!"}
-    units = [pack.Unit("vllm", "site", (wheel(tmp_path, "vllm", files),)),
-             pack.Unit("small", "site", (wheel(tmp_path, "tiny", {"tiny/__init__.py": b"t = 1\n"}),))]
+    files = {
+        "vllm/a.bin": noise,
+        "vllm/_qutlass_C.so": b"x",
+        "vllm-1.0.data/purelib/extra.py": b"e = 1\n",
+        "vllm-1.0.data/scripts/vllm": b"#!",
+    }
+    units = [
+        pack.Unit("vllm", "site", (wheel(tmp_path, "vllm", files),)),
+        pack.Unit("small", "site", (wheel(tmp_path, "tiny", {"tiny/__init__.py": b"t = 1\n"}),)),
+    ]
     store = tmp_path / "store"
     store.mkdir()
     pack.lay([(u, pack.compressed(u, store)) for u in units], tmp_path / "out", limit)
@@ -109,13 +115,20 @@ def test_predicted_bytes_of_the_public_failure_and_of_fp8() -> None:
     assert correctness.predicted(shape, server(4, shape, kv_dtype="fp8"), [6400], "TRITON_ATTN") == 6400 * per_token // 2
 
 
-def test_no_decode_rank_of_the_real_size_pairs_reads_from_its_own_gpu() -> None:
-    for pairs in realsize.PAIRS.values():
-        for _, producer, consumer in pairs:
+def test_on_four_gpus_no_decode_rank_of_the_real_size_pairs_reads_from_its_own() -> None:
+    for shape in ("gemma4-26b-a4b", "gemma4-31b"):
+        for _, producer, consumer in realsize.PAIRS[shape]:
             (p_tp, p_gpus), (d_tp, d_gpus) = realsize.PLACES[producer], realsize.PLACES[consumer]
             for rank in range(d_tp):
                 sources = range(rank * p_tp // d_tp, max(rank * p_tp // d_tp + 1, (rank + 1) * p_tp // d_tp))
                 assert d_gpus[rank] not in {p_gpus[s] for s in sources}
+
+
+@pytest.mark.parametrize(("half", "whole"), [("gemma4-26b-a4b-half", "gemma4-26b-a4b"), ("gemma4-31b-half", "gemma4-31b")])
+def test_a_halved_shape_moves_per_rank_what_the_published_one_moves_at_twice_the_ranks(half: str, whole: str) -> None:
+    shapes = ROOT / "benchmarks" / "gpu" / "shapes"
+    one, two = (correctness.predicted(shapes / n, server(tp, shapes / n), [12500], "TRITON_ATTN") for n, tp in ((half, 2), (whole, 4)))
+    assert one // 2 == two // 4
 
 
 def test_command_of_a_gpu_server_names_backend_dtype_and_manager() -> None:
@@ -191,8 +204,10 @@ def test_counters_take_sums_labels_and_missing_ones_as_zero(url: str) -> None:
 
 
 def test_tables_show_what_was_not_run() -> None:
-    record = {"pairs": [{"variant": "stock.triton.auto", "pair": "1->2", "state": "not run", "why": "a server did not start"}],
-              "servers": {"stock.triton.auto.tp2": {"ready_s": None, "error": "ended with exit code 1\nlast line"}}}
+    record = {
+        "pairs": [{"variant": "stock.triton.auto", "pair": "1->2", "state": "not run", "why": "a server did not start"}],
+        "servers": {"stock.triton.auto.tp2": {"ready_s": None, "error": "ended with exit code 1\nlast line"}},
+    }
     text = "\n".join(correctness.tables(record))
     assert "not run" in text
     assert "last line" in text

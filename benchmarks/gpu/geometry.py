@@ -66,6 +66,32 @@ _SHAPES = {
         "num_hidden_layers": 60,
         "global_kv_heads": 4,
     },
+    # Half of each in every width that tensor parallelism divides: per rank, its engines at TP 1 and 2 hold, send and compute what those of
+    # the published model do at TP 2 and 4. For machines with two GPUs.
+    "gemma4-26b-a4b-half": {
+        "hidden_size": 2816,
+        "intermediate_size": 1056,
+        "moe_intermediate_size": 352,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "enable_moe_block": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 30,
+        "global_kv_heads": 1,
+    },
+    "gemma4-31b-half": {
+        "hidden_size": 5376,
+        "intermediate_size": 10752,
+        "moe_intermediate_size": None,
+        "num_experts": None,
+        "top_k_experts": None,
+        "enable_moe_block": False,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 60,
+        "global_kv_heads": 2,
+    },
     # Not a published model: the heads of the 26B-A4B in a size that a CPU serves, to try the scripts out.
     "small": {
         "hidden_size": 256,
@@ -80,7 +106,7 @@ _SHAPES = {
         "global_kv_heads": 2,
     },
 }
-NAMES = ("gemma4-26b-a4b", "gemma4-31b")
+NAMES = ("gemma4-26b-a4b", "gemma4-31b", "gemma4-26b-a4b-half", "gemma4-31b-half")
 
 
 def config(name: str, layers: int = 0, vocab_size: int = 640) -> dict[str, object]:

@@ -1,10 +1,12 @@
 """Real shapes with random weights: what the hand-over costs between unequal and equal TP sizes, and what the link could give.
 
-Engines of one shape, each a producer and a consumer, on GPUs ordered so that no decode rank reads from its own GPU:
+Engines of one shape, each a producer and a consumer. With four GPUs they lie so that no decode rank reads from its own GPU:
   A2 on GPUs 0,1   A4 on 0,1,3,2   B4 on 1,2,0,3   B2 on 2,3
 so A2 -> B4 is the mixed pair, A4 -> B4 moves the same bytes into the same engine from equal TP, and A2 -> B2 is the other
-homogeneous pair. Every engine sees all GPUs. A second A2/B4 couple of the stock environment shows what the patch changes, with
-fewer layers where memory is short.
+homogeneous pair. With two GPUs the halved shapes stand in (per rank they are the published ones at TP 2 and 4):
+  A1 on GPU 0   A2 on 0,1   B2 on 1,0   C2 on 0,1
+where one rank of A1 -> B2 reads from the other GPU and one from its own, A2 -> B2 reads only from the other, A2 -> C2 only from its own.
+Every engine sees all GPUs. Engines of the stock environment show what the patch changes, with fewer layers where memory is short.
 """
 
 from __future__ import annotations
@@ -24,9 +26,17 @@ from .servers import Fleet, Running, Server
 from .tables import aligned
 from .two_step import ask, counters, settled
 
-# Name of an engine: its TP size, and GPUs on a machine of four.
-PLACES = {"A2": (2, (0, 1, 2, 3)), "A4": (4, (0, 1, 3, 2)), "B4": (4, (1, 2, 0, 3)), "B2": (2, (2, 3, 0, 1))}
-# (environment, producer, consumer): mixed first, then the equal ones, then the other direction.
+# Engine -> its TP size and the order of GPUs in which it sees the machine.
+PLACES = {
+    "A1": (1, (0, 1)),
+    "A2": (2, (0, 1, 2, 3)),
+    "A4": (4, (0, 1, 3, 2)),
+    "B4": (4, (1, 2, 0, 3)),
+    "B2": (2, (2, 3, 0, 1)),
+    "C2": (2, (0, 1)),
+}
+B2_OF_TWO = (1, 0)
+# Shape -> (environment, producer, consumer): mixed first, then equal TP sizes, then the other direction.
 PAIRS = {
     "gemma4-26b-a4b": [
         ("stock", "A2", "B4"),
@@ -36,17 +46,31 @@ PAIRS = {
         ("per-region", "B4", "A2"),
     ],
     "gemma4-31b": [("stock", "A2", "B4"), ("stock", "A4", "B4")],
+    "gemma4-26b-a4b-half": [
+        ("stock", "A1", "B2"),
+        ("per-region", "A1", "B2"),
+        ("per-region", "A2", "B2"),
+        ("per-region", "A2", "C2"),
+        ("per-region", "B2", "A1"),
+    ],
+    "gemma4-31b-half": [("stock", "A1", "B2"), ("stock", "A2", "B2"), ("stock", "A2", "C2")],
     "small": [("per-region", "A2", "B4"), ("per-region", "B4", "A2")],
 }
-# Fewer layers than published where all engines must fit the memory of four GPUs at once: a handshake is refused, and a block has the same
+# Fewer layers than published where all engines must fit the memory of the GPUs at once: a handshake is refused, and a block has the same
 # bytes, however many layers there are.
-LAYERS = {("gemma4-26b-a4b", "stock"): 12, ("gemma4-31b", "stock"): 18}
+LAYERS = {
+    ("gemma4-26b-a4b", "stock"): 12,
+    ("gemma4-31b", "stock"): 18,
+    ("gemma4-26b-a4b-half", "stock"): 6,
+    ("gemma4-31b-half", "stock"): 12,
+}
 OUT_TOKENS = 8
 
 
 def step(fleet: Fleet, args: argparse.Namespace, record: dict[str, Any]) -> None:
     """All engines of all shapes are started together and stay up; only one pair is asked at a time."""
-    servers = {shape: start_shape(fleet, args, shape) for shape in args.sizes}
+    shapes = args.sizes or (["gemma4-26b-a4b", "gemma4-31b"] if args.gpus >= 4 else ["gemma4-26b-a4b-half", "gemma4-31b-half"])
+    servers = {shape: start_shape(fleet, args, shape) for shape in shapes}
     everything = [s for group in servers.values() for s in group]
     bad = fleet.wait([s.name for s in everything], args.start_s)
     record["servers"] = {
@@ -54,7 +78,7 @@ def step(fleet: Fleet, args: argparse.Namespace, record: dict[str, Any]) -> None
         for s in everything
     }
     record["pairs"], record["copy_limit"] = [], []
-    for shape in args.sizes:
+    for shape in shapes:
         _shape(fleet, args, record, shape, bad)
     record["transports"] = sorted({t for s in everything if s.name not in bad for t in transports(fleet.running[s.name])})
     if args.device == "cuda" and not args.no_copy_limit and args.gpus > 1:
@@ -75,9 +99,11 @@ def start_shape(fleet: Fleet, args: argparse.Namespace, shape: str) -> list[Serv
 
 def _server(args: argparse.Namespace, shape: str, env: str, end: str) -> Server:
     tp, order = PLACES[end]
+    if end == "B2" and args.gpus == 2:
+        order = B2_OF_TWO
     layers = args.layers or LAYERS.get((shape, env), 0)
     model = geometry.write(shape, args.out / "models" / f"{shape}-{layers or 'all'}", args.project / args.model, layers)
-    gpus = tuple(g for g in order if g < args.gpus) if args.gpus < 4 else order + tuple(range(4, args.gpus))
+    gpus = tuple(g for g in order if g < args.gpus) + tuple(range(len(order), args.gpus))
     longest = max(args.lengths) + 64
     return Server(
         name=f"{shape}.{env}.{end}",
@@ -92,7 +118,7 @@ def _server(args: argparse.Namespace, shape: str, env: str, end: str) -> Server:
         dtype=args.dtype,
         dummy=True,
         # The protocol report names the transports that UCX chose; it goes to the engine's log.
-        variables={"UCX_PROTO_INFO": "y"} if end == "B4" else {},
+        variables={"UCX_PROTO_INFO": "y"} if end in ("B4", "B2") else {},
     )
 
 
@@ -163,6 +189,7 @@ def _measure(producer: Running, consumer: Running, length: int, args: argparse.N
     xfer_ms = [s["xfer_s"] * 1e3 / ranks for s in samples]
     rates = [s["bytes"] / ranks / (s["xfer_s"] / ranks) / 1e9 for s in samples if s["xfer_s"]]
     return row | {
+        "ranks": ranks,
         "bytes": int(samples[0]["bytes"]),
         "predicted_bytes": predicted(
             consumer.server.model, consumer.server, [length], consumer.server.backend if args.device == "cuda" else "CPU_ATTN"
@@ -188,7 +215,8 @@ def transports(running: Running) -> list[str]:
 
 def copy_limit(args: argparse.Namespace, pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """copy_limit.py with the sizes that one rank received, in the same run and with the same engines up and idle."""
-    sizes = sorted({p["bytes"] // 4 // 2**20 * 2**20 for p in pairs if p.get("bytes") and p["pair"] == "A2->B4"})[-2:] or [2**28]
+    mixed = [(p["bytes"] // p["ranks"], p["env"]) for p in pairs if p.get("bytes") and p["pair"] in ("A2->B4", "A1->B2")]
+    sizes = sorted({size // 2**23 * 2**23 for size, env in mixed if env == "per-region" and size >= 2**23})[-2:] or [2**28]
     python = (args.envs or args.project / ".envs") / f"{args.env_prefix}-stock" / "bin" / "python"
     script = str(Path(__file__).with_name("copy_limit.py"))
     rows: list[dict[str, Any]] = []

@@ -41,7 +41,8 @@ def add(pieces: Path, root: Path) -> list[str]:
     parts.mkdir(parents=True, exist_ok=True)
     index = json.loads((pieces / "index.json").read_text(encoding="utf-8"))
     for part in pieces.iterdir():
-        shutil.copyfile(part, parts / part.name)
+        shutil.copyfile(part, parts / f".{part.name}")
+        (parts / f".{part.name}").replace(parts / part.name)
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         complete = [
@@ -94,8 +95,20 @@ def link(project: Path, name: str, env: Path) -> None:
     place.symlink_to(env)
 
 
+def wait_for_units(root: Path, deadline_s: float = 120.0) -> None:
+    """`add` may still be at work in the background; stops the program when a unit is still missing at the deadline."""
+    index = json.loads((root / "parts" / "index.json").read_text(encoding="utf-8"))
+    end = time.monotonic() + deadline_s
+    while missing := [name for name in index if not (root / "done" / name).exists()]:
+        if time.monotonic() > end:
+            raise SystemExit(f"still missing after {deadline_s:g} s: {missing}; was every piece added?")
+        time.sleep(0.2)
+
+
 def finish(root: Path, project: Path, sets: list[str]) -> int:
     began = time.monotonic()
+    wait_for_units(root)
+    print(f"unpacked after {time.monotonic() - began:.1f} s")
     compileall.compile_dir(str(root / "site"), quiet=2, workers=min(32, os.cpu_count() or 1))
     print(f"byte code after {time.monotonic() - began:.1f} s")
     names = ["gpu-stock"]
@@ -123,12 +136,20 @@ def finish(root: Path, project: Path, sets: list[str]) -> int:
     commands |= {name: [str(root / "bin" / name), "--version"] for name in ("etcd", "nats-server")}
     failed = 0
     with ThreadPoolExecutor(len(commands)) as pool:
-        runs = pool.map(lambda argv: subprocess.run(argv, capture_output=True, text=True, timeout=180), commands.values())
-        for name, run in zip(commands, runs, strict=True):
-            print(f"{name}: {run.stdout.strip()[-600:] if run.returncode == 0 else run.stderr[-1500:]}")
-            failed += run.returncode != 0
+        for name, (code, text) in zip(commands, pool.map(attempt, commands.values()), strict=True):
+            print(f"{name}: {text}")
+            failed += code != 0
     print(f"imports after {time.monotonic() - began:.1f} s")
     return 1 if failed else 0
+
+
+def attempt(argv: list[str], limit_s: float = 150.0) -> tuple[int, str]:
+    """(exit code, end of the output) of a program that should end soon; 124 when it did not."""
+    try:
+        run = subprocess.run(argv, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return 124, f"no end after {limit_s:g} s"
+    return run.returncode, run.stdout.strip()[-600:] if run.returncode == 0 else run.stderr[-1500:]
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0 PYTHONUNBUFFERED=1
 PATCHED=(--patched gpu-per-region=vllm-0.31.0-nixl-per-region-kv-heads)
 if grep -q vllm-0.31.0-nixl-per-group-pages patches/series.yaml; then
-  PATCHED+=(--patched gpu-per-group=vllm-0.31.0-nixl-per-region-kv-heads,vllm-0.31.0-nixl-per-group-pages)
+  PATCHED+=(--patched "gpu-per-group=vllm-0.31.0-nixl-per-region-kv-heads,vllm-0.31.0-nixl-per-group-pages")
 fi
 
 free_gpus() { # GPU memory of ended engines goes back a moment after them
@@ -34,7 +34,7 @@ checks)
   gpus=$2 out=$3/checks
   mkdir -p "$out"
   recipes=(gpu-tiny-p1d2-stock gpu-tiny-p1d2)
-  [ "$gpus" -ge 4 ] && recipes+=(gpu-tiny-p2d4)
+  if [ "$gpus" -ge 4 ]; then recipes+=(gpu-tiny-p2d4); fi
   python3 -m benchmarks.gpu.run_recipes --gpus "$gpus" --out "$out/recipes" --together --timeout-s 330 "${recipes[@]}" >"$out/recipes.txt" 2>&1 &
   runner=$!
   # Engines of a run look for foreign processes on their GPUs before they start: the matrix comes after that look.
@@ -43,7 +43,7 @@ checks)
     sleep 0.5
   done
   variants=(stock/TRITON_ATTN/auto per-region/TRITON_ATTN/auto per-region/FLASH_ATTN/auto per-region/TRITON_ATTN/fp8 per-region/FLASH_ATTN/fp8)
-  [ -e .envs/gpu-per-group ] && variants+=(per-group/TRITON_ATTN/auto/hybrid per-group/FLASH_ATTN/auto/hybrid)
+  if [ -e .envs/gpu-per-group ]; then variants+=(per-group/TRITON_ATTN/auto/hybrid per-group/FLASH_ATTN/auto/hybrid); fi
   timeout 400 python3 -m benchmarks.gpu.run_matrix --gpus "$gpus" --out "$out/matrix" correctness --variants "${variants[@]}" \
     --prompts "${PROMPTS:-100}" --prompt-tokens 200 450 800 1150 --start-s 200 || echo "matrix: exit code $?"
   wait $runner || echo "recipes: exit code $?"
@@ -60,7 +60,9 @@ sizes)
 load)
   gpus=$2 out=$3/load
   mkdir -p "$out"
-  for recipe in ${RECIPES:-gpu-26b-p2d4 gpu-26b-agg-tp4 gpu-26b-p2d2}; do
+  chosen="gpu-26b-p2d4 gpu-26b-agg-tp4 gpu-26b-p2d2"
+  if [ "$gpus" -lt 4 ]; then chosen="gpu-half-p1d2 gpu-half-agg-tp2 gpu-half-p1d1"; fi
+  for recipe in ${RECIPES:-$chosen}; do
     free_gpus
     python3 -m benchmarks.gpu.run_recipes --gpus "$gpus" --out "$out" --timeout-s "${EACH_S:-200}" "$recipe" || echo "$recipe: exit code $?"
   done

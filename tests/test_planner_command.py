@@ -210,25 +210,22 @@ def test_gpu_names_and_checkpoints(tmp_path: Path) -> None:
     assert command.checkpoint_bytes(tmp_path) == 99
 
 
-def test_options_become_shapes() -> None:
-    options = {"tp": 4, "decode_tp": 8, "gpu": "h200", "max_model_len": 9216, "hybrid_manager": False, "non_torch_gib": 0.7, "ep": None}
-    roles = command.roles_of(options)
-    assert [(role, shape.tensor_parallel) for role, shape in roles.items()] == [("prefill", 4), ("decode", 8)]
-    assert {shape.gpu_memory_gib for shape in roles.values()} == {command.gpu_memory("h200")}
-    assert not roles["decode"].hybrid_manager
-    assert roles["decode"].memory.non_torch_gib == 0.7
-    alone = command.roles_of({"kv_cache_memory_gib": 1.5})
-    assert list(alone) == ["engine"]
-    assert alone["engine"].kv_cache_memory_bytes == 3 << 29
-    with pytest.raises(PlanError, match="give one of them"):
-        command.roles_of({"gpu": "h200", "gpu_memory_gib": 80.0})
+def test_what_is_given_of_memory_is_laid_over_the_rest() -> None:
+    assert command.with_memory(GEMMA, None, MemoryFacts()) == GEMMA
+    changed = command.with_memory(GEMMA, 80.0, MemoryFacts(graph_actual_gib=9.0))
+    assert (changed.gpu_memory_gib, changed.memory.graph_actual_gib, changed.memory.non_torch_gib) == (80.0, 9.0, 0.7)
 
 
-def test_options_are_laid_over_a_recipes_shape() -> None:
-    changed = command.laid_over(GEMMA, {"gpu_memory_gib": 80.0, "graph_actual_gib": 9.0, "max_model_len": None})
-    assert (changed.gpu_memory_gib, changed.max_model_len, changed.block_size) == (80.0, 9216, 64)
-    assert changed.memory.graph_actual_gib == 9.0
-    assert changed.memory.non_torch_gib == 0.7
+def test_the_checkpoint_beside_the_config_sizes_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(GEMMA4.read_text())
+    counted = command.model_of(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 7 << 30}}))
+    plan = command.plan(command.model_of(tmp_path), {"decode": GEMMA})
+    book = plan.roles["decode"].book
+    assert counted.checkpoint_bytes is None
+    assert book is not None
+    assert {row.name: row for row in book.rows}["weights"].gib == pytest.approx(-7)
+    assert "checkpoint" in {row.name: row for row in book.rows}["weights"].note
 
 
 def test_planning_imports_neither_vllm_nor_rich_nor_torch() -> None:

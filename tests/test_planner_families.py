@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from pdlaunch.planner.capacity import plan_layout
 from pdlaunch.planner.config import load_config
 from pdlaunch.planner.families import FAMILIES, read_model
 from pdlaunch.planner.layers import Attention
-from pdlaunch.planner.shape import MemoryFacts, RoleShape
+from pdlaunch.planner.shape import RoleShape
 from pdlaunch.planner.specs import head_replication, heads_per_rank
 from pdlaunch.planner.weights import rank_bytes
 from tests.planner.models import CONFIGS, GEMMA4, layout, model
@@ -58,10 +59,10 @@ def test_mxfp4_experts() -> None:
 
 
 def test_a_known_checkpoint_size_is_spread_by_the_count() -> None:
-    known = RoleShape(tensor_parallel=8, memory=MemoryFacts(weights_total_bytes=80_000_000_000))
-    counted = rank_bytes(model("qwen3-next-80b-a3b"), RoleShape(tensor_parallel=8))
-    whole = rank_bytes(model("qwen3-next-80b-a3b"), RoleShape())
-    assert rank_bytes(model("qwen3-next-80b-a3b"), known) == pytest.approx(counted * 80e9 / whole)
+    named = model("qwen3-next-80b-a3b")
+    counted, whole = (rank_bytes(named, RoleShape(tensor_parallel=tp)) for tp in (8, 1))
+    known = dataclasses.replace(named, checkpoint_bytes=80_000_000_000)
+    assert rank_bytes(known, RoleShape(tensor_parallel=8)) == pytest.approx(counted * 80e9 / whole)
     assert counted > whole / 8  # two KV heads on eight ranks, and a router on each
 
 

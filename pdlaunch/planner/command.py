@@ -1,31 +1,11 @@
-"""What the verb `plan` calls. Values in, a result object out; then `render`, `to_json` or `picture`.
+"""What the verb `plan` (pdlaunch/verb_plan.py) calls: values in, a result object out; then `render`, `to_json` or `picture`.
 
-The verb in four calls:
-
-    model, roles = model_of(config, assume_gqa=...), roles_of(options)          # --config
-    roles = {role: laid_over(modelcheck.role_shape(recipe, role, cluster), options) for role in ...}   # --recipe
-    result = plan(model, roles, tokens=..., patches=..., concurrency=...)       # or find(...) for --search, measured(...) for --run
-    render(result, Console()) or click.echo(json.dumps(to_json(result)))
-
-Options (name of the option -> key in `options`; None means not given):
-  --recipe NAME, --cluster NAME, --set K=V    shapes of a recipe's roles, its model config and its patches
-  --config PATH                               a HF config.json or model folder instead of a recipe
-  --tp N, --decode-tp N                       tp, decode_tp: with --config; one role named "engine" without --decode-tp
-  --pp N, --dp N, --ep                        pipeline_parallel, data_parallel, expert_parallel
-  --max-model-len, --max-num-batched-tokens, --max-num-seqs, --block-size, --kv-cache-dtype, --dtype,
-  --mamba-ssm-cache-dtype, --backend, --speculative-tokens, --gpu-memory-utilization    keys of the same names, with underscores
-  --prefix-caching/--no-prefix-caching, --hybrid-manager/--no-hybrid-manager, --async-scheduling/--no-async-scheduling
-  --gpu NAME | --gpu-memory-gib X             gpu, gpu_memory_gib: memory of one GPU (names: shape.GPU_MEMORY_GIB)
-  --kv-cache-memory-gib X                     kv_cache_memory_gib: bytes for KV, past the ledger
-  --weights-gib, --non-torch-gib, --peak-activation-gib, --graph-estimate-gib, --graph-actual-gib, --cuda-context-gib    ledger rows
-  --tokens N                                  length of the priced request, prompt plus output; default max_model_len
-  --concurrency N                             requests in flight over the deployment
-  --assume-gqa                                price an unknown architecture as plain attention
-  --search GPUS [--by requests_per_gpu|concurrency]
-  --run PATH                                  predicted against measured for an archived run or a worker log
-  --patch FILE                                write result.emitted.yaml()
-  --svg FILE                                  write picture(result)
-  --format table|json
+model = model_of(config)
+roles = {role: with_memory(shape, gpu_memory_gib, facts) ...}     # shapes of a recipe, or RoleShape(...) from options
+result = plan(model, roles, tokens=..., patches=..., concurrency=...)
+result = find(model, roles, gpus, by=...)                         # --search GPUS
+result = measured(path, config)                                   # --run PATH
+result.emitted.yaml()                                             # --patch FILE: values for the recipe
 """
 
 from __future__ import annotations
@@ -42,7 +22,7 @@ from .config import load_config
 from .families import read_model
 from .layers import Model
 from .roleplan import Plan, plan_pair
-from .shape import GIB, GPU_MEMORY_GIB, RoleShape
+from .shape import GPU_MEMORY_GIB, MemoryFacts, RoleShape
 from .topology import Candidate, PairCandidate, search, search_pairs
 
 if TYPE_CHECKING:
@@ -74,7 +54,10 @@ Result = Plan | Search | Run
 
 
 def model_of(config: Path, *, assume_gqa: bool = False) -> Model:
-    return read_model(load_config(config), str(config), assume_gqa=assume_gqa)
+    """The model of a config.json or model folder, with the size of the checkpoint that lies beside it, if one does."""
+    model = read_model(load_config(config), str(config), assume_gqa=assume_gqa)
+    size = checkpoint_bytes(config if config.is_dir() else config.parent)
+    return model if size is None else dataclasses.replace(model, checkpoint_bytes=size)
 
 
 def gpu_memory(name: str) -> float:
@@ -95,49 +78,11 @@ def checkpoint_bytes(folder: Path) -> int | None:
     return single.stat().st_size if single.is_file() else None
 
 
-_ENGINE_KEYS = (
-    "pipeline_parallel",
-    "data_parallel",
-    "expert_parallel",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "block_size",
-    "kv_cache_dtype",
-    "dtype",
-    "mamba_ssm_cache_dtype",
-    "backend",
-    "speculative_tokens",
-    "gpu_memory_utilization",
-    "prefix_caching",
-    "hybrid_manager",
-    "async_scheduling",
-)
-_LEDGER_KEYS = ("weights_gib", "non_torch_gib", "peak_activation_gib", "graph_estimate_gib", "graph_actual_gib", "cuda_context_gib")
-
-
-def laid_over(shape: RoleShape, options: Mapping[str, Any]) -> RoleShape:
-    """The shape with the options that were given: engine arguments, GPU memory and ledger rows."""
-    changes: dict[str, Any] = {key: options[key] for key in _ENGINE_KEYS if options.get(key) is not None}
-    if options.get("gpu") is not None and options.get("gpu_memory_gib") is not None:
-        raise PlanError("both --gpu and --gpu-memory-gib", rule="give one of them")
-    if options.get("gpu") is not None:
-        changes["gpu_memory_gib"] = gpu_memory(options["gpu"])
-    elif options.get("gpu_memory_gib") is not None:
-        changes["gpu_memory_gib"] = options["gpu_memory_gib"]
-    if options.get("kv_cache_memory_gib") is not None:
-        changes["kv_cache_memory_bytes"] = int(options["kv_cache_memory_gib"] * GIB)
-    known = {key: options[key] for key in (*_LEDGER_KEYS, "weights_total_bytes") if options.get(key) is not None}
-    return shape.with_changes(memory=dataclasses.replace(shape.memory, **known), **changes)
-
-
-def roles_of(options: Mapping[str, Any]) -> dict[str, RoleShape]:
-    """Shapes without a recipe: prefill and decode when decode_tp is given, else one role named "engine"."""
-    base = laid_over(RoleShape(), options)
-    tp, decode_tp = options.get("tp") or 1, options.get("decode_tp")
-    if decode_tp is None:
-        return {"engine": base.with_changes(tensor_parallel=tp)}
-    return {"prefill": base.with_changes(tensor_parallel=tp), "decode": base.with_changes(tensor_parallel=decode_tp)}
+def with_memory(shape: RoleShape, gpu_memory_gib: float | None, facts: MemoryFacts) -> RoleShape:
+    """The shape with what is given of its GPU; rows that are not given stay as they are."""
+    given = {f.name: value for f in dataclasses.fields(facts) if (value := getattr(facts, f.name)) is not None}
+    memory = dataclasses.replace(shape.memory, **given)
+    return shape.with_changes(gpu_memory_gib=gpu_memory_gib or shape.gpu_memory_gib, memory=memory)
 
 
 def plan(

@@ -152,6 +152,7 @@ class Model:
     copies_heads: the model class gives a rank at least one KV head (gpt-oss does not: TP above its KV heads fails).
     refuses_float16: ModelConfig's own list. assumed: priced by --assume-gqa.
     shared_from: (layer, earlier layer whose cache it reads) for layers without a cache of their own.
+    checkpoint_bytes: weights of the whole checkpoint, where one lies beside the config.
     """
 
     name: str
@@ -174,6 +175,7 @@ class Model:
     assumed: bool = False
     copies_heads: bool = True
     shared_from: tuple[tuple[int, int], ...] = ()
+    checkpoint_bytes: int | None = None
     refuses_float16: bool = False
     text: dict[str, object] = field(default_factory=dict, repr=False, compare=False, hash=False)
 

@@ -59,6 +59,8 @@ def ledger(model: Model, shape: RoleShape) -> Ledger | None:
     share = ceil(total * shape.gpu_memory_utilization)
     weights = facts.weights_gib * GIB if facts.weights_gib is not None else rank_bytes(model, shape)
     weight_source = _known(facts.weights_gib, facts.measured) if facts.weights_gib is not None else "computed"
+    counted = "counted from the config" if model.checkpoint_bytes is None else "the checkpoint's size, spread by a count"
+    weight_note = "of one rank" if facts.weights_gib is not None else f"of one rank, {counted}"
     taken = {
         "non-torch memory": (facts.non_torch_gib, "growth after the first snapshot"),
         "peak activation": (facts.peak_activation_gib, "one profiling step of max_num_batched_tokens"),
@@ -68,7 +70,7 @@ def ledger(model: Model, shape: RoleShape) -> Ledger | None:
         Row("GPU memory", total / GIB, "given", "as torch reports it"),
         Row(f"outside gpu_memory_utilization {shape.gpu_memory_utilization:g}", (share - total) / GIB, "computed"),
         Row("CUDA context", facts.cuda_context_gib, _known(facts.cuda_context_gib, facts.measured), _CONTEXT, inside=True),
-        Row("weights", -weights / GIB, weight_source, "of one rank"),
+        Row("weights", -weights / GIB, weight_source, weight_note),
     ]
     used = weights
     for name, (value, note) in taken.items():

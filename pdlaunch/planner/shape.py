@@ -97,7 +97,6 @@ class MemoryFacts:
     graph_estimate_gib: float | None = None
     graph_actual_gib: float | None = None
     cuda_context_gib: float | None = None
-    weights_total_bytes: int | None = None
     measured: bool = False
 
 

@@ -99,7 +99,7 @@ def _quant(fields: Fields) -> str | None:
 
 
 def rank_bytes(model: Model, shape: RoleShape) -> float:
-    """Bytes of weights on the fullest rank. With a known total (shape.memory.weights_total_bytes) the count only spreads it."""
+    """Bytes of weights on the fullest rank. When the checkpoint's size is known (model.checkpoint_bytes) the count only spreads it."""
     fields = Fields({"architectures": [model.architecture], **model.text})
     tp, pp = shape.tensor_parallel, shape.pipeline_parallel
     own, total = 0.0, 0.0
@@ -121,7 +121,7 @@ def rank_bytes(model: Model, shape: RoleShape) -> float:
     # Without tied tables the first stage holds one and the last the other, so a rank of several stages never holds both.
     rank_tables = vocabulary * (tables if pp == 1 else 1) / tp * unquantized
     rank_total = ((own + mlp.dense / tp + mlp.copied) * dense + mlp.experts / expert_ranks * linear) / pp + rank_tables
-    known = shape.memory.weights_total_bytes
+    known = model.checkpoint_bytes
     if known is None:
         return rank_total
     whole = (total + mlp.dense + mlp.copied) * dense + mlp.experts * linear + vocabulary * tables * unquantized

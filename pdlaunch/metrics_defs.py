@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdlaunch.aiperf_files import PhaseFiles, Record
-from pdlaunch.stats import mean, percentile
+from pdlaunch.stats import mean, percentile, percentile_of_sorted
 
 Better = Literal["lower", "higher", ""]
 
@@ -274,10 +274,10 @@ def compute(files: PhaseFiles, per: Denominators, users: int | None, slos_ms: di
         "tpot": [tpot_ms(r) for r in good], "latency": [r.latency_ms for r in good],
     }  # fmt: skip
     for name, found in series.items():
-        present = [v for v in found if v is not None]
+        present = sorted(v for v in found if v is not None)
         for p in (50, 90, 99):
             if present:
-                values[f"{name}_p{p}_ms"] = percentile(present, p)
+                values[f"{name}_p{p}_ms"] = percentile_of_sorted(present, p)
             else:
                 why[f"{name}_p{p}_ms"] = "no successful request has it"
     values["requests_ok"], values["requests_failed"] = float(len(good)), float(len(files.records) - len(good))

@@ -8,6 +8,7 @@ ArchiveError.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from pdlaunch.errors import ArchiveError, Where
 from pdlaunch.metrics_defs import Denominators, Metric, Reconciliation, compute, reconcile, tpot_ms
 from pdlaunch.node.contracts import SCHEMA_VERSION
 from pdlaunch.node.spec import LoadPhase, SpecError, from_json
-from pdlaunch.stats import percentile
+from pdlaunch.stats import percentile_of_sorted
 
 MARKS = ("spec.json", "verdict.json", "manifest.json", "events.jsonl")
 """A folder with one of these is meant to be a run."""
@@ -197,7 +198,7 @@ def _curves(records: Iterable[Record]) -> dict[str, tuple[float, ...]]:
     for name, values in series.items():
         present = sorted(v for v in values if v is not None)
         if present:
-            curves[name] = tuple(percentile(present, 100 * i / CURVE_POINTS) for i in range(CURVE_POINTS + 1))
+            curves[name] = tuple(percentile_of_sorted(present, 100 * i / CURVE_POINTS) for i in range(CURVE_POINTS + 1))
     return curves
 
 
@@ -280,7 +281,7 @@ def read_run(path: Path, *, phases: bool = True) -> Run:
     found = []
     for i, raw in enumerate((spec.get("load") or {}).get("phases", []) if phases else []):
         try:
-            setting = from_json(LoadPhase, raw, f"load.phases[{i}]")
+            setting = _setting(json.dumps(raw), i)
         except SpecError as e:
             problems.append(f"spec.json: {e}")
             continue
@@ -288,6 +289,12 @@ def read_run(path: Path, *, phases: bool = True) -> Run:
         problems.extend(found[-1].problems)
     return Run(path, run_id(path), spec, verdict, evidence.get("values", {}), tuple(events), nodes, tuple(found), tuple(problems),
                files.expected is not None and not files.changed, files)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def _setting(text: str, index: int) -> LoadPhase:
+    """Runs of one recipe share their phases: each is checked once."""
+    return from_json(LoadPhase, json.loads(text), f"load.phases[{index}]")
 
 
 def _absent(path: Path) -> Any:

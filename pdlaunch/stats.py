@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ def t_cdf(t: float, df: int) -> float:
     return 0.5 + area / 2
 
 
+@functools.cache
 def t_quantile(p: float, df: int) -> float:
     """The t with P(T <= t) = p, for 0.5 <= p < 1 and df >= 1, by bisection to 1e-9."""
     if df < 1 or not 0.5 <= p < 1:
@@ -51,9 +53,13 @@ def mean(values: Sequence[float]) -> float:
 
 def percentile(values: Sequence[float], p: float) -> float:
     """p in 0..100 with linear interpolation between closest ranks (NumPy's default, which AIPerf uses); NaN of nothing."""
-    if not values:
+    return percentile_of_sorted(sorted(values), p)
+
+
+def percentile_of_sorted(ordered: Sequence[float], p: float) -> float:
+    """The same of values that are in ascending order already."""
+    if not ordered:
         return math.nan
-    ordered = sorted(values)
     position = (len(ordered) - 1) * p / 100
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)

@@ -98,6 +98,24 @@ def test_transfers_by_hand(tmp_path):
     assert (before.prompts, during.prompts, after.prompts) == (9, 15, 9)
 
 
+def test_transfers_that_the_run_judged_itself(tmp_path):
+    path = write_run(tmp_path, SMALL)
+    body = json.loads((path / "evidence.json").read_text())
+    source = {"unit": "bytes", "source": "metrics/decode-0.{ready,before_load}.prom"}
+    prefix = "transfer.decode.ready-before_load"
+    body["values"] |= {f"{prefix}.bytes": {"value": 100, **source}, f"{prefix}.predicted_bytes": {"value": 90, **source},
+                       f"{prefix}.requests_counted": {"value": 3, **source},
+                       "transfer.decode.before_load-after_load.bytes": {"value": 5, **source},
+                       "transfer.decode.before_load-after_load.not_exact": {"value": "preemptions is 2", **source}}  # fmt: skip
+    (path / "evidence.json").write_text(json.dumps(body))
+    seal(path)
+    before, during, after = transfers(read_run(path))
+    assert (before.prompts, before.predicted, before.moved, before.why) == (3, 90, 100.0, "")
+    assert "evidence.json transfer.decode.ready-before_load.bytes" in before.source
+    assert (during.predicted, during.why) == (None, "preemptions is 2")
+    assert after.predicted == after.moved
+
+
 def test_an_answer_without_token_count_has_no_prediction(tmp_path):
     path = write_run(tmp_path, SMALL)
     rows = [json.loads(x) for x in (path / "recall/before.jsonl").read_text().splitlines()]

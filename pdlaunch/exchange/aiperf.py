@@ -2,8 +2,8 @@
 
 AIPerf has no roles, no verdict and no denominators other than the GPUs that its telemetry sees; those stand under the key `pdlaunch`,
 which AIPerf's
-readers skip (a metric is an object with `unit`). Its sd is the sample's; its rates divide by its own window, which `observed_window_s`
-keeps apart.
+readers skip (a metric is an object with `unit`). AIPerf's own rates divide by its
+window, a little longer than benchmark_duration.
 """
 
 from __future__ import annotations

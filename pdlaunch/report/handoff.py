@@ -165,7 +165,8 @@ def prediction_of(run: Run) -> TransferPrediction | None:
 def transfers(run: Run) -> list[Moved]:
     """Bytes per interval between the snapshots of the decode engines: ready, before_load, after_load, end.
 
-    Predicted from the prompt tokens of every answered request of the interval (gate, recall, behaviour, agreement, load with its warm-up);
+    evidence.json's own windows (node/transfer.py) where they are; else predicted from the prompt tokens of every answered request of the
+    interval (gate, recall, behaviour, agreement, load with its warm-up);
     moved
     from vllm:nixl_bytes_transferred_sum. A prefix-cache hit moves less, a retry more: equal is the proof, unequal needs a reason.
     """
@@ -178,6 +179,10 @@ def transfers(run: Run) -> list[Moved]:
     )
     prediction, found = prediction_of(run), []
     for name, first, last, files, with_load in intervals:
+        judged = _from_evidence(run, name, f"transfer.decode.{first}-{last}")
+        if judged is not None:
+            found.append(judged)
+            continue
         asked = [r for f in files for r in rows.get(f, []) if not r.get("error") and r.get("status") == 200]
         tokens: Counter[int] = Counter(int(r["prompt_tokens"]) for r in asked if r.get("prompt_tokens") is not None)
         unknown = sum(r.get("prompt_tokens") is None for r in asked)
@@ -198,6 +203,17 @@ def transfers(run: Run) -> list[Moved]:
             why = f"no {first} or {last} snapshot of a decode engine"
         found.append(Moved(name, sum(tokens.values()) + unknown, predicted, moved, why, f"metrics/decode-*.{first}.prom to .{last}.prom"))
     return found
+
+
+def _from_evidence(run: Run, name: str, prefix: str) -> Moved | None:
+    moved = run.evidence.get(f"{prefix}.bytes")
+    if moved is None:
+        return None
+    predicted, doubt = run.evidence.get(f"{prefix}.predicted_bytes"), run.evidence.get(f"{prefix}.not_exact")
+    prompts = (run.evidence.get(f"{prefix}.requests_counted") or {}).get("value") or 0
+    why = str(doubt["value"]) if doubt else "" if predicted else "no prediction in evidence.json"
+    source = f"evidence.json {prefix}.bytes ({moved['source']})"
+    return Moved(name, int(prompts), int(predicted["value"]) if predicted else None, float(moved["value"]), why, source)
 
 
 def _moved(run: Run, first: str, last: str) -> float | None:

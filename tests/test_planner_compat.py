@@ -116,7 +116,7 @@ def test_sequences_against_the_cache() -> None:
     small = tp(QWEN, 8, kv_cache_memory_bytes=1 << 30, max_num_seqs=512)
     found = check_roles(model("qwen3.8-2.4t"), small, small, frozenset())
     assert "seqs-above-blocks" in errors(found)
-    assert "seqs-above-capacity" in [f.code for f in found if f.severity == "warning"]
+    assert "seqs-above-capacity" in [f.code for f in found if f.severity == "info"]
     tiny = small.with_changes(kv_cache_memory_bytes=64 << 20)
     assert "does-not-fit" in codes("qwen3.8-2.4t", tiny, tiny)
 

@@ -222,8 +222,11 @@ def _sizes(pair: Pair) -> Iterator[Finding]:
             yield Finding("error", "seqs-above-blocks", message, f"max_num_seqs of at most {cache.num_blocks}")
         fits = cache.requests(layout.shape.max_model_len, held=True)
         if seqs > fits:
-            message = f"{role}: max_num_seqs {seqs} but only {fits} requests of {layout.shape.max_model_len} tokens fit: expect preemption"
-            yield Finding("warning", "seqs-above-capacity", message, f"max_num_seqs of at most {fits}, or shorter requests")
+            length = layout.shape.max_model_len
+            message = (
+                f"{role}: {fits} requests fit if all reach max_model_len {length}, max_num_seqs is {seqs}: the rest would be preempted"
+            )
+            yield Finding("info", "seqs-above-capacity", message, f"max_num_seqs of at most {fits}, or shorter requests")
 
 
 CHECKS: tuple[Callable[[Pair], Iterator[Finding]], ...] = (_same, _tensor_parallel, _mixed_heads, _block_sizes, _sizes)

@@ -27,6 +27,11 @@ def _table(title: str, columns: str, rows: Iterable[Iterable[object]]) -> Table:
     return table
 
 
+def _say(console: Console, text: str | Text, style: str = "") -> None:
+    """One line of text, left to the terminal to wrap, so that piped output keeps its lines and YAML stays YAML."""
+    console.print(Text(text, style=style) if isinstance(text, str) else text, soft_wrap=True)
+
+
 def _number(value: float | None, digits: int = 2, sign: str = "") -> str:
     return "unknown" if value is None else f"{value:{sign},.{digits}f}"
 
@@ -102,24 +107,24 @@ def _ledger_table(title: str, rows: Iterable[Row], end: float | None) -> Table:
 def _ledger(role: RolePlan, book: Ledger, console: Console) -> None:
     console.print(_ledger_table(f"{role.role}: memory", book.rows, book.kv_gib))
     if not book.complete:
-        console.print("  rows are unknown, so the KV cache is an upper bound", style="yellow")
+        _say(console, "  rows are unknown, so the KV cache is an upper bound", "yellow")
 
 
 def _role(role: RolePlan, console: Console) -> None:
     _kinds(role, console)
     for line in _explain(role):
-        console.print(f"  {line}")
+        _say(console, f"  {line}")
     if role.book is not None:
         _ledger(role, role.book, console)
     if role.refused:
-        console.print(f"  does not start: {role.refused}", style="red")
+        _say(console, f"  does not start: {role.refused}", "red")
     if role.capacity is not None:
         held = role.capacity.requests(role.steady.tokens, held=True)
-        console.print(f"  {role.capacity.num_blocks:,} blocks; vLLM will print: {role.capacity.line}", style="bold")
+        _say(console, f"  {role.capacity.num_blocks:,} blocks; vLLM will print: {role.capacity.line}", "bold")
         copies = role.layout.shape.cache_copies
-        console.print(f"  one cache holds {held} requests of {role.steady.tokens:,} tokens between decode steps; caches: {copies}")
+        _say(console, f"  one cache holds {held} requests of {role.steady.tokens:,} tokens between decode steps; caches: {copies}")
     if role.graph is not None:
-        console.print(f"  CUDA graphs: {role.graph.meaning}")
+        _say(console, f"  CUDA graphs: {role.graph.meaning}")
     levers = [
         (
             lever.change,
@@ -138,23 +143,24 @@ def _role(role: RolePlan, console: Console) -> None:
 def _plan(plan: Plan, console: Console) -> None:
     model = plan.model
     assumed = " (ASSUMED plain attention)" if model.assumed else ""
-    console.print(f"{model.architecture}: {model.family}{assumed}, {model.decoder_layers} layers, {model.dtype}", style="bold")
+    _say(console, f"{model.architecture}: {model.family}{assumed}, {model.decoder_layers} layers, {model.dtype}", "bold")
     for role in plan.roles.values():
         _role(role, console)
     if plan.transfer is not None:
         by_group = " + ".join(str(n) for n in plan.transfer.blocks_by_group)
         total = plan.transfer.total_bytes
-        console.print(
+        _say(
+            console,
             f"hand-over of {plan.transfer.tokens:,} tokens: {by_group} blocks, {_mib(plan.transfer.bytes_per_rank)} MiB per decode rank, "
-            f"{_mib(total)} MiB ({total:,} bytes) in all"
+            f"{_mib(total)} MiB ({total:,} bytes) in all",
         )
     for finding in plan.findings:
         price = "" if finding.price_requests is None else f" [costs {finding.price_requests} requests per cache]"
         fix = f" -> {finding.fix}{price}" if finding.fix else ""
-        console.print(Text(f"{finding.severity}: {finding.message}{fix}  ({finding.code})", style=_COLOURS[finding.severity]))
+        _say(console, f"{finding.severity}: {finding.message}{fix}  ({finding.code})", _COLOURS[finding.severity])
     if plan.emitted is not None:
-        console.print("values for the recipe:", style="bold")
-        console.print(Text(plan.emitted.yaml()))
+        _say(console, "values for the recipe:", "bold")
+        _say(console, plan.emitted.yaml())
 
 
 def _search(found: Search, console: Console) -> None:
@@ -195,9 +201,9 @@ def _engine(engine: MeasuredEngine, console: Console) -> None:
     if engine.ledger:
         console.print(_ledger_table("measured memory", engine.ledger, engine.record.fact("kv_gib")))
     if engine.plan is not None and engine.plan.graph is not None:
-        console.print(f"  CUDA graphs: {engine.plan.graph.meaning}")
+        _say(console, f"  CUDA graphs: {engine.plan.graph.meaning}")
     if engine.problem:
-        console.print(Text(engine.problem, style="yellow"))
+        _say(console, engine.problem, "yellow")
 
 
 def render(result: Result, console: Console) -> None:

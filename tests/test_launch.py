@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes import slurm_commands
+from tests.fakes import openai_server, slurm_commands
 from tests.golden_cases import ROOT
 
 
@@ -212,3 +212,18 @@ def test_repeat_command_renders_the_same_spec(tmp_path: Path) -> None:
             spec["run"].pop(name)
     assert first == second
     assert first["run"]["overrides"] == {"engine_args.max_num_seqs": "32", "load.0.requests": "99", "cluster.network.http_port": "8123"}
+
+
+def test_recall_alone_against_any_endpoint(tmp_path: Path) -> None:
+    for behaviour, code in ((openai_server.right, 0), (openai_server.noise, 1)):
+        with openai_server.openai_server(behaviour) as server:
+            words = ["--url", server.url, "--model", "m", "--prompts", "3", "--prompt-tokens", "300", "--out", str(tmp_path / str(code))]
+            done = launch("recall", *words, "--format", "json")
+        assert done.returncode == code, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["asked"], found["correct"], found["passed"]) == (3, 0 if code else 3, code == 0)
+        assert len(Path(found["answers"]).read_text(encoding="utf-8").splitlines()) == 3
+        assert done.stderr.count("WRONG: " if code else ": correct") == 3
+    done = launch("recall", "--url", "ftp://x", "--model", "m", "--out", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert not (tmp_path / "none").exists()

@@ -113,6 +113,9 @@ def command(server: Server, python: Path, port: int, device: str) -> list[str]:
     if device == "cuda":
         # The share is only vLLM's start check (free memory of a GPU that others use too); the cache has its own size above.
         argv += ["--attention-backend", server.backend, "--gpu-memory-utilization", "0.05"]
+        if server.backend == "FLASH_ATTN":
+            # vLLM takes FlashAttention 4 for mixed head sizes as soon as its sources are there, also without the CuTe DSL that they need.
+            argv += ["--attention-config", '{"flash_attn_version": 3}']
     return [*argv, *server.extra]
 
 

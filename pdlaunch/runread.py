@@ -270,7 +270,7 @@ def read_run(path: Path, *, phases: bool = True) -> Run:
         "line": "no readable verdict.json: the run did not reach its end",
         "reasons": [],
         "checks": [],
-        "text_checked": False,
+        "text_checked": spec["proof"]["text_checked"],
     }
     verdict = attempt(lambda: checked_schema(files.json("verdict.json") or _absent(path / "verdict.json"), path / "verdict.json"), unknown)
     evidence = attempt(lambda: checked_schema(files.json("evidence.json") or _absent(path / "evidence.json"), path / "evidence.json"), {})

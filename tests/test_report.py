@@ -109,11 +109,10 @@ def test_transfers_that_the_run_judged_itself(tmp_path):
                        "transfer.decode.before_load-after_load.not_exact": {"value": "preemptions is 2", **source}}  # fmt: skip
     (path / "evidence.json").write_text(json.dumps(body))
     seal(path)
-    before, during, after = transfers(read_run(path))
-    assert (before.prompts, before.predicted, before.moved, before.why) == (3, 90, 100.0, "")
+    before, during = transfers(read_run(path))
+    assert (before.name, before.prompts, before.predicted, before.moved, before.why) == ("before load", 3, 90, 100.0, "")
     assert "evidence.json transfer.decode.ready-before_load.bytes" in before.source
-    assert (during.predicted, during.why) == (None, "preemptions is 2")
-    assert after.predicted == after.moved
+    assert (during.name, during.predicted, during.why) == ("during load", None, "preemptions is 2")
 
 
 def test_an_answer_without_token_count_has_no_prediction(tmp_path):
@@ -143,6 +142,7 @@ def test_stages(tmp_path):
     bars, problems = timeline(read_run(path))
     assert next(b for b in bars if b.stage == "engines_ready").state == "open"
     assert "events.jsonl:8" in problems[0]
+    assert "first_token failed" in problems[1]
 
 
 def test_placement_shows_free_gpus(tmp_path):

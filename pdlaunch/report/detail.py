@@ -114,7 +114,7 @@ def _handoff(run: Run, detail: Detail, root: Path) -> None:
         size = f" of size {kind.head_size}" if kind.head_size else ""
         detail.handoffs.append(
             {
-                "title": f"{kind.name} layers x {kind.layers}: {kind.heads} KV heads{size}, TP{p} to TP{d}",
+                "title": f"{kind.name} layers x {kind.layers}: {kind.heads} KV head{'' if kind.heads == 1 else 's'}{size}, TP{p} to TP{d}",
                 "text": "; ".join(handoff_text(kind, p, d)),
                 "svg": Markup(handoff_svg(kind, p, d)),
             }

@@ -53,6 +53,9 @@ def timeline(run: Run) -> tuple[list[Bar], list[str]]:
 
     for when, stage, state, event, number in rows:
         detail = str(event.get("phase", ""))
+        if state == "failed":
+            why = {k: v for k, v in event.items() if k not in ("utc", "monotonic_s", "stage", "state", "phase")}
+            problems.append(f"events.jsonl:{number}: {stage} failed: {', '.join(f'{k} {v}' for k, v in why.items())[:300]}")
         if state == "begin":
             opened[stage, detail] = (when, number)
         elif state in ("end", "failed"):
@@ -67,8 +70,12 @@ def timeline(run: Run) -> tuple[list[Bar], list[str]]:
 
 def milestones(bars: Sequence[Bar]) -> list[tuple[str, float, str]]:
     """(name, seconds, source) between the stages that people ask about, where both exist."""
-    at = {b.stage: b for b in bars if b.end_s is not None}
-    whole = (bars[0].stage, bars[-1].stage) if bars else ("", "")
+    at: dict[str, Bar] = {}
+    for b in bars:
+        if b.state == "done":
+            at.setdefault(b.stage, b)
+    done = list(at)
+    whole = (done[0], done[-1]) if done else ("", "")
     pairs = (
         ("submitted to job start", "submitted", "job_started"),
         ("job start to engines ready", "job_started", "engines_ready"),

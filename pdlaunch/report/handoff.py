@@ -170,6 +170,9 @@ def transfers(run: Run) -> list[Moved]:
     moved
     from vllm:nixl_bytes_transferred_sum. A prefix-cache hit moves less, a retry more: equal is the proof, unequal needs a reason.
     """
+    judged = _from_evidence(run)
+    if judged:
+        return judged
     rows = answers(run)
     before = ("gate.jsonl", "recall/before.jsonl", "behaviour.jsonl", "agreement.jsonl")
     intervals = (
@@ -179,10 +182,6 @@ def transfers(run: Run) -> list[Moved]:
     )
     prediction, found = prediction_of(run), []
     for name, first, last, files, with_load in intervals:
-        judged = _from_evidence(run, name, f"transfer.decode.{first}-{last}")
-        if judged is not None:
-            found.append(judged)
-            continue
         asked = [r for f in files for r in rows.get(f, []) if not r.get("error") and r.get("status") == 200]
         tokens: Counter[int] = Counter(int(r["prompt_tokens"]) for r in asked if r.get("prompt_tokens") is not None)
         unknown = sum(r.get("prompt_tokens") is None for r in asked)
@@ -205,15 +204,26 @@ def transfers(run: Run) -> list[Moved]:
     return found
 
 
-def _from_evidence(run: Run, name: str, prefix: str) -> Moved | None:
-    moved = run.evidence.get(f"{prefix}.bytes")
-    if moved is None:
-        return None
-    predicted, doubt = run.evidence.get(f"{prefix}.predicted_bytes"), run.evidence.get(f"{prefix}.not_exact")
-    prompts = (run.evidence.get(f"{prefix}.requests_counted") or {}).get("value") or 0
-    why = str(doubt["value"]) if doubt else "" if predicted else "no prediction in evidence.json"
-    source = f"evidence.json {prefix}.bytes ({moved['source']})"
-    return Moved(name, int(prompts), int(predicted["value"]) if predicted else None, float(moved["value"]), why, source)
+_WINDOW = re.compile(r"^transfer\.decode\.([a-z_]+)-([a-z_]+)\.bytes$")
+_NAMES = {"ready-before_load": "before load", "before_load-after_load": "during load", "after_load-end": "after load"}
+
+
+def _from_evidence(run: Run) -> list[Moved]:
+    """The windows that the run's own evidence holds, in the order of the run; empty when it holds none."""
+    found = []
+    for key, moved in run.evidence.items():
+        match = _WINDOW.match(key)
+        if match is None:
+            continue
+        window, prefix = f"{match.group(1)}-{match.group(2)}", key.removesuffix(".bytes")
+        predicted, doubt = run.evidence.get(f"{prefix}.predicted_bytes"), run.evidence.get(f"{prefix}.not_exact")
+        prompts = (run.evidence.get(f"{prefix}.requests_counted") or {}).get("value") or 0
+        why = str(doubt["value"]) if doubt else "" if predicted else "no prediction in evidence.json"
+        name = _NAMES.get(window, window.replace("-", " to ").replace("_", " "))
+        source = f"evidence.json {key} ({moved['source']})"
+        found.append(Moved(name, int(prompts), int(predicted["value"]) if predicted else None, float(moved["value"]), why, source))
+    order = list(_NAMES.values())
+    return sorted(found, key=lambda m: order.index(m.name) if m.name in order else len(order))
 
 
 def _moved(run: Run, first: str, last: str) -> float | None:

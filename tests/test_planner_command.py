@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pdlaunch.errors import PlanError
 from pdlaunch.planner import command
-from pdlaunch.planner.emit import capture_sizes
+from pdlaunch.planner.emit import capture_sizes, captured
 from pdlaunch.planner.roleplan import Plan
 from pdlaunch.planner.shape import MemoryFacts, RoleShape
 from pdlaunch.planner.svg import ladder_parts, request_parts
@@ -112,6 +112,12 @@ def test_capture_sizes(largest: int, sizes: tuple[int, ...] | None) -> None:
         assert found[-3:] == (248, 256, 272)
     else:
         assert found == sizes
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1), (3, 4), (5, 8), (65, 72), (257, 272), (656, 656), (5000, 1024)])
+def test_captured_batch_holds_every_sequence(tokens: int, size: int) -> None:
+    assert captured(tokens) == size
+    assert capture_sizes(size)[-1] == size
 
 
 def test_tables_say_what_surprises(gemma: Plan) -> None:

@@ -60,6 +60,11 @@ def capture_sizes(largest: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def captured(tokens: int) -> int:
+    """Smallest size that vLLM captures and that holds a batch of so many tokens; at most 1024, beyond which it runs uncaptured."""
+    return next(size for size in (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16)) if size >= min(tokens, 1024))
+
+
 def _sequences(layout: Layout, concurrency: int | None, fits: int | None) -> tuple[int, str]:
     copies = layout.shape.cache_copies
     if concurrency is None and fits is None:
@@ -81,17 +86,18 @@ def emit(prefill: Layout, decode: Layout, tokens: int, concurrency: int | None, 
     if blocks[0] != blocks[1] or prefill.shape.block_size is not None:
         shared["block_size"] = max(blocks), "one size on both roles" + ("" if blocks[0] == blocks[1] else f"; vLLM alone: {blocks}")
     depth = decode.shape.speculative_tokens
-    largest = min(seqs * (1 + depth), 1024)
+    largest = captured(seqs * (1 + depth))
     sizes = capture_sizes(largest)
     batch = max(largest + MARGIN, max(blocks) if decode.shape.state_mode == "align" and cache_has_state(decode) else 0)
-    roles = {
+    roles: dict[str, dict[str, tuple[Any, str]]] = {
         "prefill": {"max_num_batched_tokens": (2 * tokens, "two prompts in one step")},
         "decode": {
             "max_num_seqs": (seqs, why),
             "max_num_batched_tokens": (batch, f"largest captured batch plus {MARGIN}"),
-            "max_cudagraph_capture_size": (sizes[-1], f"max_num_seqs x {1 + depth} tokens, as vLLM rounds it"),
         },
     }
+    if not decode.shape.cpu:
+        roles["decode"]["max_cudagraph_capture_size"] = largest, f"holds {seqs} sequences x {1 + depth} tokens"
     return Emitted(shared, roles, sizes)
 
 

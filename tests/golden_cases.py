@@ -22,12 +22,7 @@ CASES = [
     ("gemma4-p8d8", "example"),
     ("gemma4-p4d8", "example"),
     ("gemma4-p4d8", "example-venv"),
-    ("gpu-26b-agg-tp4", "local-gpu"),
-    ("gpu-26b-p2d2", "local-gpu"),
-    ("gpu-26b-p2d4", "local-gpu"),
-    ("gpu-tiny-p1d2", "local-gpu"),
-    ("gpu-tiny-p1d2-stock", "local-gpu"),
-    ("gpu-tiny-p2d4", "local-gpu"),
+    *((path.stem, "local-gpu") for path in sorted((ROOT / "recipes").glob("gpu-*.yaml"))),
     ("tests/data/recipes/span-tp16.yaml", "example"),
 ]
 

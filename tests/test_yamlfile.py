@@ -59,7 +59,8 @@ def test_values_lists_and_defaults(tmp_path: Path) -> None:
         ("name: x\ninner:\n  size: 3\n  sise: 4\n", "DIR/a file.yaml:4 inner.sise: unknown key 'sise' (value 4)"),
         (
             GOOD + "name: y\n",
-            "DIR/a file.yaml:3 name: the key 'name' is there twice\n  rule: each key once\n  next: remove one of them; the first is on line 1",
+            "DIR/a file.yaml:3 name: the key 'name' is there twice\n  rule: each key once\n"
+            "  next: remove one of them; the first is on line 1",
         ),
         ("inner: {size: 1}\n", "the key 'name' is missing"),
         ("name: x\ninner: {}\n", "DIR/a file.yaml:2 inner: the key 'size' is missing"),

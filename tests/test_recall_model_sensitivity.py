@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .envs import engine_python
+from tests.envs import engine_python
 
 ROOT = Path(__file__).parents[1]
 MODELS = ["gemma4-recall-4x1", "gemma4-recall-16x4"]
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 @functools.cache
 def measured(name: str) -> dict:
-    command = [str(engine_python()), "-m", "models.recall_damage", str(ROOT / "models" / name), "--tokens", "800"]
+    command = [str(engine_python([])), "-m", "models.recall_damage", str(ROOT / "models" / name), "--tokens", "800"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -62,7 +62,8 @@ def capture_sizes(largest: int) -> tuple[int, ...]:
 
 def captured(tokens: int) -> int:
     """Smallest size that vLLM captures and that holds a batch of so many tokens; at most 1024, beyond which it runs uncaptured."""
-    return next(size for size in (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16)) if size >= min(tokens, 1024))
+    sizes: tuple[int, ...] = (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16))
+    return min(size for size in sizes if size >= min(tokens, 1024))
 
 
 def _sequences(layout: Layout, concurrency: int | None, fits: int | None) -> tuple[int, str]:

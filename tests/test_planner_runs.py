@@ -11,11 +11,13 @@ import pytest
 from rich.console import Console
 
 from pdlaunch.errors import PlanError
+from pdlaunch.node.spec import TransferGroup, TransferPrediction
 from pdlaunch.planner import command
 from pdlaunch.planner.config import load_config
 from pdlaunch.planner.logs import EngineRecord, parse_argv, parse_cache_config, parse_log, read_records
 from pdlaunch.planner.runplan import read_engine, read_run
-from tests.planner.models import CONFIGS, DATA
+from pdlaunch.planner.transfer import transfer
+from tests.planner.models import CONFIGS, DATA, layout
 
 SMALL = {
     **load_config(CONFIGS / "gemma-2-27b.json"),
@@ -124,6 +126,38 @@ def test_a_run_without_the_model_config_says_so(tmp_path: Path) -> None:
         assert engine.plan is None
         assert "no such HF config" in engine.problem
         assert not engine.exact or all(row.predicted is None for row in engine.rows)
+
+
+def test_bytes_handed_over_are_read_from_the_evidence(tmp_path: Path) -> None:
+    """Windows with a prediction and one without; the figures are those of a real CPU run."""
+    shutil.copytree(DATA / "tiny-p1d2", tmp_path / "run")
+    moved = {
+        "transfer.decode.recall.before.bytes": 92_798_976,
+        "transfer.decode.recall.before.predicted_bytes": 92_798_976,
+        "transfer.decode.load.bytes": 7,
+        "transfer.prefill.load.bytes": 0,
+    }
+    values = {name: {"value": value, "unit": "bytes", "source": "metrics"} for name, value in moved.items()}
+    (tmp_path / "run" / "evidence.json").write_text(json.dumps({"schema": 1, "values": values}))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    run = command.measured(tmp_path, tmp_path / "config.json")
+    assert [(row.name, row.residual) for row in run.transfers] == [("bytes, recall.before", 0), ("bytes, load", None)]
+    out = io.StringIO()
+    command.render(run, Console(width=160, file=out))
+    assert "92,798,976" in out.getvalue()
+    assert command.to_json(run)["transfers"][0]["predicted"] == 92_798_976
+
+
+def test_the_launchers_prediction_is_the_planners_transfer() -> None:
+    """The archive judges by node.spec.TransferPrediction; both must count the same blocks, window or not."""
+    for hybrid in (True, False):
+        found = layout("gemma-4-31b-it", tensor_parallel=8, block_size=64, hybrid_manager=hybrid)
+        groups = tuple(
+            TransferGroup(g.first.block_size, (g.first.window or 0) if g.first.kind == "sliding" else 0, (g.page_bytes,) * 8)
+            for g in found.groups
+        )
+        for tokens in (1, 63, 64, 65, 1023, 1024, 1025, 1087, 1088, 1089, 8192, 12_503):
+            assert TransferPrediction(groups, "").bytes_of_prompt(tokens) == transfer(found, tokens).total_bytes
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:

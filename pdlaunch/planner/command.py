@@ -28,6 +28,7 @@ from .topology import Candidate, PairCandidate, search, search_pairs
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .logs import Compared
     from .runplan import MeasuredEngine
 
 
@@ -44,10 +45,11 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Result of reading a run or a log."""
+    """Result of reading a run or a log. transfers: bytes handed over by window, predicted and measured."""
 
     path: Path
     engines: list[MeasuredEngine]
+    transfers: list[Compared] = dataclasses.field(default_factory=list)
 
 
 Result = Plan | Search | Run
@@ -117,9 +119,10 @@ def find(
 
 def measured(path: Path, config: Path | None = None) -> Run:
     """Predicted against measured for an archived run or a log. config: where the model's own folder is not here."""
+    from .logs import read_transfers
     from .runplan import read_run
 
-    return Run(path, read_run(path, None if config is None else load_config(config)))
+    return Run(path, read_run(path, None if config is None else load_config(config)), read_transfers(path))
 
 
 def to_json(result: Result) -> dict[str, Any]:

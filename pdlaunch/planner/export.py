@@ -123,4 +123,5 @@ def exported(result: Result) -> dict[str, Any]:
         return _plan(result)
     if isinstance(result, Search):
         return _search(result)
-    return {"path": str(result.path), "engines": [_engine(engine) for engine in result.engines]}
+    transfers = [_fields(row, "name", "predicted", "measured", "residual", "source") for row in result.transfers]
+    return {"path": str(result.path), "engines": [_engine(engine) for engine in result.engines], "transfers": transfers}

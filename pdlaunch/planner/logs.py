@@ -286,3 +286,21 @@ def stated(record: EngineRecord) -> dict[str, tuple[float, str]]:
         if record.metric.get(label, "None") not in ("None", ""):
             found[name] = (float(record.metric[label]), f"metrics/{record.name}.ready.prom vllm:cache_config_info")
     return found
+
+
+def read_transfers(path: Path) -> list[Compared]:
+    """Bytes that a run's decode engines pulled, by window, beside what the plan predicted for its prompts; from evidence.json.
+
+    A window whose requests were not all fresh hand-overs has no prediction. Empty for a log file or a run without evidence.
+    """
+    files = [folder / "evidence.json" for folder in (path, path / "run") if (folder / "evidence.json").is_file()]
+    if not files:
+        return []
+    values = json.loads(_text(files[0])).get("values", {})
+    found = []
+    for name in values:
+        match = re.fullmatch(r"transfer\.decode\.(.+)\.bytes", name)
+        if match:
+            predicted = values.get(f"transfer.decode.{match[1]}.predicted_bytes", {}).get("value")
+            found.append(Compared(f"bytes, {match[1]}", predicted, values[name]["value"], values[name]["source"]))
+    return found

@@ -214,3 +214,6 @@ def render(result: Result, console: Console) -> None:
     else:
         for engine in result.engines:
             _engine(engine, console)
+        rows = [(r.name, _number(r.predicted, 0), _number(r.measured, 0), _number(r.residual, 0, "+"), r.source) for r in result.transfers]
+        if rows:
+            console.print(_table("cache handed over", "<window|predicted|measured|residual|<source", rows))

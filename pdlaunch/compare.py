@@ -1,9 +1,8 @@
 """Two or more archived runs: what differs, whether they may be compared, and their metrics side by side with what can be said of each.
 
 The first run (with its repetitions) is the baseline. A difference is called better or worse only beyond the noise: with repetitions on
-both sides the
-95 % Welch interval of the difference; with repetitions on one side the 95 % prediction interval of one more run; with single runs the
-noise is not known and an assumed band is used, which the finding says.
+both sides the 95 % Welch interval of the difference; with repetitions on one side the 95 % prediction interval of one more run; with
+single runs the noise is not known and an assumed band is used, which the finding says.
 """
 
 from __future__ import annotations
@@ -143,8 +142,7 @@ def _workloads(group: Group) -> dict[tuple[Any, ...], list[Phase]]:
 
 def why_incomparable(base: Group, other: Group) -> str:
     """Empty when the two may be compared; else the reason: another model, text never checked on one side, no workload in common,
-    connections
-    reused on one side only.
+    connections reused on one side only.
     """
     a, b = base.settings, other.settings
     if a["model"].value != b["model"].value:

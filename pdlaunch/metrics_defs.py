@@ -1,12 +1,10 @@
 """What each number of a report means: its unit, formula and denominator, and the functions that compute it from AIPerf's files.
 
 Formulas. R: the successful requests of the phase; D: AIPerf's benchmark_duration (first start to last end, seconds); per request: latency
-W, TTFT,
-input tokens I, output tokens O. AIPerf's own rates divide by its observation window (phase start to the end of the last request's
-processing), which
-is longer than D by window_excess_pct: 0.5 % on phases of two seconds, nothing on minutes. Sources of the rules: AIPerf 0.13
-metrics/types/*.py (ITL, per-user rate), vllm bench serve (TPOT),
-InferenceX utils/process_result.py (1000/TPOT, per-role denominators), srt-slurm #270 (GPUs that work, not nodes x GPUs per node).
+W, TTFT, input tokens I, output tokens O. AIPerf's own rates divide by its observation window (phase start to the end of the last
+request's processing), which is longer than D by window_excess_pct: 0.5 % on phases of two seconds, nothing on minutes. Sources of the
+rules: AIPerf 0.13 metrics/types/*.py (ITL, per-user rate), vllm bench serve (TPOT), InferenceX utils/process_result.py (1000/TPOT,
+per-role denominators), srt-slurm #270 (GPUs that work, not nodes x GPUs per node).
 """
 
 from __future__ import annotations
@@ -230,8 +228,8 @@ class Reconciliation:
     """Why the interactivities differ: 1000/median TPOT x mean_over_median x generating_share x occupancy = output per user, exactly.
 
     mean_over_median: pooled decode rate, sum (O-1) / sum (W - TTFT), over 1/median TPOT. generating_share: whole-request rate sum O / sum
-    W over
-    the pooled decode rate (TTFT, with its queue, is the rest). occupancy: sum W / (N D), the share of the N users that had a request open.
+    W over the pooled decode rate (TTFT, with its queue, is the rest). occupancy: sum W / (N D), the share of the N users that had a
+    request open.
     """
 
     median: float

@@ -32,9 +32,8 @@ class Frontier:
 
 def pareto(points: Iterable[Candidate]) -> Frontier:
     """A point is dominated when another is at least as good on both axes and better on one. Equal points are all kept. NaN, infinite,
-    missing
-    and invalid points are left out first: a NaN compares false with everything and would survive any comparison (AIPerf quarantines them
-    too).
+    missing and invalid points are left out first: a NaN compares false with everything and would survive any comparison (AIPerf
+    quarantines them too).
     """
     left_out, usable = [], []
     for p in points:
@@ -79,11 +78,10 @@ Cause = Literal["KV ran out", "step cost", "both", "not known"]
 class Turnover:
     """status: "crosses" with a bracket; "pays throughout" or "never pays" over the common range; "no data" (why says what is missing).
 
-    low, high: measured concurrencies between which the advantage changes sign: certain as far as the points are. crossing: where
-    log(on/off), taken
-    linear in log concurrency, is zero; crossing_low/high: the same with one standard deviation added and taken away (the bracket where
-    there are no
-    repetitions: the points alone do not say more). peak: concurrency of the highest throughput with speculation, when it falls afterwards.
+    low, high: measured concurrencies between which the advantage changes sign: certain as far as the points are.
+    crossing: where log(on/off), taken linear in log concurrency, is zero. crossing_low, crossing_high: the
+    same with one standard deviation of the ratio added and taken away; the
+    bracket unless all four points have repetitions. peak: concurrency of the highest throughput with speculation, when it falls afterwards.
     """
 
     status: Literal["crosses", "pays throughout", "never pays", "no data"]
@@ -98,8 +96,7 @@ class Turnover:
     peak: float | None = None
     high_if_monotone: float | None = None
     """A smaller upper end, where speculation was measured alone and is already below what the other series had at `low`: certain only if
-    that series
-    does not fall between the two.
+    that series does not fall between the two.
     """
     cause: Cause = "not known"
     cause_evidence: str = ""
@@ -137,16 +134,17 @@ def _zero(low: float, high: float, at_low: float, at_high: float) -> float:
 
 def _cause(before: LoadPoint, after: LoadPoint, off_after: LoadPoint) -> tuple[Cause, str]:
     """KV ran out: blocks at least 95 % used with requests waiting or preempted, with speculation and not without. Step cost: ITL grew by
-    more than
-    the concurrency did not explain (more than 1.25 times the ITL without speculation) while blocks stayed free.
+    more than the concurrency did not explain (more than 1.25 times the ITL without speculation) while blocks stayed free.
     """
     full = after.kv_usage is not None and after.kv_usage >= 0.95 and ((after.waiting or 0) > 0 or (after.preemptions or 0) > 0)
     free = after.kv_usage is not None and after.kv_usage < 0.95
     slower = after.itl_ms is not None and off_after.itl_ms is not None and after.itl_ms > 1.25 * off_after.itl_ms
     said = []
     if after.kv_usage is not None:
-        said.append(f"KV blocks {after.kv_usage:.0%} used at {after.concurrency:g} with speculation, {after.waiting or 0:g} waiting, "
-                    f"{after.preemptions or 0:g} preempted")  # fmt: skip
+        others = [
+            f"{'not known' if n is None else f'{n:g}'} {word}" for n, word in ((after.waiting, "waiting"), (after.preemptions, "preempted"))
+        ]
+        said.append(f"KV blocks {after.kv_usage:.0%} used at {after.concurrency:g} with speculation, {', '.join(others)}")
     if after.itl_ms is not None and off_after.itl_ms is not None:
         grown = f", from {before.itl_ms:.1f} at {before.concurrency:g}" if before.itl_ms is not None else ""
         said.append(f"ITL {after.itl_ms:.1f} ms with speculation against {off_after.itl_ms:.1f} without{grown}")
@@ -160,10 +158,8 @@ def _cause(before: LoadPoint, after: LoadPoint, off_after: LoadPoint) -> tuple[C
 
 def turnover(with_speculation: Iterable[LoadPoint], without: Iterable[LoadPoint]) -> Turnover:
     """Compare both series at their common concurrencies. The first change from paying to not paying is the turnover; `crossings` counts
-    all changes.
-    Where the series share no concurrency inside the fall, the bracket is bounded by monotone reasoning only if both ends are measured:
-    nothing is
-    extrapolated.
+    all changes. Where the series share no concurrency inside the fall, the bracket is bounded by monotone reasoning only if both ends are
+    measured: nothing is extrapolated.
     """
     on, off = _series(with_speculation), _series(without)
     common = sorted(set(on) & set(off))
@@ -183,7 +179,7 @@ def turnover(with_speculation: Iterable[LoadPoint], without: Iterable[LoadPoint]
                         loss_at_highest=loss, peak=peak, crossings=len(changes))  # fmt: skip
     low, high = falls[0]
     crossing = _zero(low, high, gains[low], gains[high])
-    repeated = any(p.sd for p in (on[low], on[high], off[low], off[high]))
+    repeated = all(p.sd is not None for p in (on[low], on[high], off[low], off[high]))
     if repeated:
         shifted = [(max(0.0, _gain(on[low], off[low], s)), min(0.0, _gain(on[high], off[high], s))) for s in (-1.0, 1.0)]
         ends = [_zero(low, high, *pair) for pair in shifted]

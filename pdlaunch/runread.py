@@ -2,8 +2,7 @@
 against manifest.json.
 
 What is wrong with one file becomes a line in `problems` and the rest is still read; only a folder that is no run of this schema is an
-ArchiveError.
-`launch.py verify` hashes a whole archive; here only what is used, so that a comparison of many runs stays fast.
+ArchiveError. `launch.py verify` hashes a whole archive; here only what is used, so that a comparison of many runs stays fast.
 """
 
 from __future__ import annotations
@@ -227,7 +226,7 @@ def _phase(files: Files, setting: LoadPhase, per: Denominators) -> Phase:
         metrics = compute(parsed, per, setting.concurrency, setting.slos_ms)
         server = files.json(f"{relative}/server_metrics_export.json")
     except (ArchiveError, ValueError) as e:
-        return Phase(setting, relative, {}, {}, None, (), {}, (f"phase {setting.name}: {e}",))
+        return Phase(setting, relative, {}, {}, None, (), {}, (f"phase {setting.name}: {_within(files.run, e)}",))
     duration = parsed.stat("benchmark_duration")
     problems = [f"phase {setting.name}: {p}" for p in parsed.problems]
     if duration is None or duration <= 0:
@@ -261,7 +260,7 @@ def read_run(path: Path, *, phases: bool = True) -> Run:
             problems.append(f"{Path(e.filename).name} is missing")
             return otherwise
         except ArchiveError as e:
-            problems.append(str(e))
+            problems.append(_within(path, e))
             return otherwise
         return otherwise if found is None else found
 
@@ -289,6 +288,11 @@ def read_run(path: Path, *, phases: bool = True) -> Run:
         problems.extend(found[-1].problems)
     return Run(path, run_id(path), spec, verdict, evidence.get("values", {}), tuple(events), nodes, tuple(found), tuple(problems),
                files.expected is not None and not files.changed, files)  # fmt: skip
+
+
+def _within(run: Path, error: Exception) -> str:
+    """The message with paths as seen from the run: a page shows no folder of this machine."""
+    return str(error).replace(f"{run}/", "")
 
 
 @functools.lru_cache(maxsize=512)

@@ -179,7 +179,10 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[tuple[str, str]]]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A line of the table of attempts, as the first seed kept it by hand. statuses: HTTP status -> answers, 0 for no answer. "-": not looked at."""
+    """A line of the table of attempts, as the first seed kept it by hand. statuses: answers per HTTP status.
+
+    "-": not looked at.
+    """
 
     layout: str
     vllm: str
@@ -211,8 +214,7 @@ def answers(run: Run) -> dict[str, list[dict[str, Any]]]:
 
 def counter(run: Run, process: str, when: str, name: str) -> float | None:
     """Sum over labels of a counter in metrics/<process>.<when>.prom, with or without _total; 0 when the snapshot has no such line
-    (Prometheus
-    counters appear with their first event), None when there is no snapshot.
+    (Prometheus counters appear with their first event), None when there is no snapshot.
     """
     try:
         text = run.files.read(run.path / "metrics" / f"{process}.{when}.prom").decode("utf-8", "replace")

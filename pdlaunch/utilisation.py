@@ -44,9 +44,9 @@ class Fit:
     """utilisation_pct = intercept + rate * (prompt tokens per second / 1000).
 
     stderr and the 95 % interval: HC3 (robust to unequal scatter) for least squares, the linearised ratio estimator for the ratio of sums,
-    the binomial
-    order-statistic interval for the median; None where the method has none or the points are too few. They treat periods as independent,
-    which hours of one afternoon are not: `leave_one_day_out` is the honest companion. r2 is about the mean of the fitted points.
+    the binomial order-statistic interval for the median; None where the method has none or the points are too few. They treat periods as
+    independent, which hours of one afternoon are not: `leave_one_day_out` is the honest companion. r2 is about the mean of the fitted
+    points.
     """
 
     name: str
@@ -351,7 +351,8 @@ def table(report: Report) -> str:
             f"heaviest load {x.heaviest.load_tokens_per_s:,.0f} tokens/s at {x.heaviest.utilisation_pct:.1f} %"
         )
         lines.append(
-            f"  {'fit':<22}{'n':>4}{'rate':>8}{'95 % interval':>17}{'one day left out':>18}{'intercept':>11}{'R2':>7}{'100 % at tokens/s':>19}"
+            f"  {'fit':<22}{'n':>4}{'rate':>8}{'95 % interval':>17}{'one day left out':>18}"
+            f"{'intercept':>11}{'R2':>7}{'100 % at tokens/s':>19}"
         )
         for f in x.fits:
             interval = f"{f.low:.2f} .. {f.high:.2f}" if f.low is not None and f.high is not None else "-"

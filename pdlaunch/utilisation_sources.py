@@ -131,8 +131,8 @@ def _values(path: Path, series: dict[str, Any]) -> list[tuple[float, float]]:
 
 def read_prometheus(utilisation: Path, load: Path, role: str, bin_s: float = 3600.0) -> list[Period]:
     """Two range queries of one role. utilisation: one series per GPU, in per cent (DCGM_FI_DEV_GPU_UTIL). load: prompt tokens per second,
-    series are
-    added at each time stamp. A label `role` on a series, where there is one, must be the role asked for, or the series is left out.
+    series are added at each time stamp. A label `role` on a series, where there is one, must be the role asked for, or the series is left
+    out.
     """
 
     def of_role(path: Path) -> list[list[tuple[float, float]]]:
@@ -158,8 +158,8 @@ def read_prometheus(utilisation: Path, load: Path, role: str, bin_s: float = 360
 
 def read_scrapes(folder: Path, role: str, bin_s: float = 3600.0) -> list[Period]:
     """A folder of saved /metrics answers, one file per scrape and named <unix seconds>.prom (a sample's own time stamp wins): DCGM
-    exporter's
-    DCGM_FI_DEV_GPU_UTIL of the role's GPUs, and vllm:prompt_tokens_total of its engines, whose increase between scrapes is the load.
+    exporter's DCGM_FI_DEV_GPU_UTIL of the role's GPUs, and vllm:prompt_tokens_total of its engines, whose increase between scrapes is the
+    load.
     """
     used: list[tuple[float, float]] = []
     gpus: set[str] = set()
@@ -197,8 +197,7 @@ def read_scrapes(folder: Path, role: str, bin_s: float = 3600.0) -> list[Period]
 
 def read_run(run: Path, bin_s: float = 10.0) -> list[Period]:
     """gpu/<role>-<n>*.csv of a run against the prompt tokens of load/<phase> (AIPerf's per-request records, spread evenly from the start
-    of a request to
-    its first token). Prompt tokens count for every role: decode's load is the same axis, which keeps roles comparable.
+    of a request to its first token). Prompt tokens count for every role: decode's load is the same axis, which keeps roles comparable.
     """
     used: dict[str, list[tuple[float, float]]] = {}
     gpus: dict[str, set[str]] = {}

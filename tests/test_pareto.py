@@ -78,12 +78,15 @@ def test_one_common_point_is_not_a_crossing():
 
 def test_uncertainty_from_repetitions():
     on = average([LoadPoint(1, 110), LoadPoint(1, 130), LoadPoint(4, 80), LoadPoint(4, 80)])
-    off = average([LoadPoint(1, 100), LoadPoint(4, 100)])
+    off = average([LoadPoint(1, 100), LoadPoint(1, 104), LoadPoint(4, 100), LoadPoint(4, 101)])
     assert (on[0].throughput, on[0].sd) == (120, pytest.approx(math.sqrt(200)))
     found = turnover(on, off)
-    assert found.low <= found.crossing_low < found.crossing < found.crossing_high <= found.high
-    wide = turnover([LoadPoint(1, 120, 200), LoadPoint(4, 80)], off)
-    assert (wide.crossing_low, wide.crossing_high) == (1, pytest.approx(4, rel=0.6))
+    assert found.low <= found.crossing_low < found.crossing < found.crossing_high < found.high
+    wide = turnover([LoadPoint(1, 120, 200), LoadPoint(4, 80, 200)], off)
+    assert (wide.crossing_low, wide.crossing_high) == (1, 4)
+    # one of the four points without repetitions: the bracket is all that is known
+    single = turnover(on, average([LoadPoint(1, 100), LoadPoint(4, 100), LoadPoint(4, 101)]))
+    assert (single.crossing_low, single.crossing_high) == (1, 4)
 
 
 def test_causes():

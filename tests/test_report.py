@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from pdlaunch.errors import ArchiveError
+from pdlaunch.geometry import LayerKind, hand_off
 from pdlaunch.node.contracts import Check, Verdict
 from pdlaunch.node.spec import LoadPhase
 from pdlaunch.report import command
 from pdlaunch.report.command import Choice
 from pdlaunch.report.detail import duration, figure
 from pdlaunch.report.drawings import handoff_svg, handoff_text, milestones, placement, timeline
-from pdlaunch.report.handoff import LayerKind, layer_kinds, log_agrees, reads, transfers
+from pdlaunch.report.handoff import kinds_of, log_agrees, transfers
 from pdlaunch.report.series import pareto_chart, turnovers
 from pdlaunch.runread import read_run
 from tests.chromium import chromium
@@ -27,32 +28,15 @@ ROOT = Path(__file__).parent.parent
 C2 = LoadPhase("c2", 64, 8, 6, concurrency=2)
 SMALL = Shape(loads=(C2,))
 LADDER = tuple(LoadPhase(f"c{c}", 1, 1000, max(8, c), concurrency=c) for c in (1, 4, 16, 64))
-SLIDING, GLOBAL = LayerKind("sliding", 50, 16, 256), LayerKind("full", 10, 4, 512)
+SLIDING = LayerKind("sliding", tuple(range(50)), 16, 256, 256)
+GLOBAL = LayerKind("full", tuple(range(50, 60)), 4, 512, 512)
 
 
-@pytest.mark.parametrize(("kind", "prefill", "decode", "expected"), [
-    (SLIDING, 4, 8, {0: [(0, (0, 1), False)], 1: [(0, (2, 3), False)], 7: [(3, (14, 15), False)]}),
-    (GLOBAL, 4, 8, {0: [(0, (0,), True)], 1: [(0, (0,), True)], 6: [(3, (3,), True)], 7: [(3, (3,), True)]}),
-    (GLOBAL, 8, 8, {0: [(0, (0,), True)], 7: [(7, (3,), True)]}),
-    (SLIDING, 8, 4, {0: [(0, (0, 1), True), (1, (2, 3), True)]}),
-    (GLOBAL, 8, 4, {0: [(0, (0,), True)], 3: [(6, (3,), True)]}),
-    (LayerKind("full", 1, 1, 512), 1, 2, {0: [(0, (0,), True)], 1: [(0, (0,), True)]}),
-])  # fmt: skip
-def test_which_rank_reads_which_heads(kind, prefill, decode, expected):
-    found = reads(kind, prefill, decode)
-    for rank, wanted in expected.items():
-        assert [(r.prefill_rank, r.heads, r.whole) for r in found if r.decode_rank == rank] == wanted
-
-
-def test_every_decode_rank_gets_all_its_heads_once():
-    for total in (1, 2, 4, 8, 16):
-        for p in (1, 2, 4, 8, 16):
-            for d in (1, 2, 4, 8, 16):
-                found = reads(LayerKind("x", 1, total, 64), p, d)
-                for rank in range(d):
-                    held = [h for r in found if r.decode_rank == rank for h in r.heads]
-                    share = max(1, total // d)
-                    assert len(held) == len(set(held)) == share, (total, p, d, rank)
+def test_the_seeds_hand_off():
+    """Prefill GPU n is read by decode GPUs 2n and 2n + 1: sliding layers in halves, global layers whole."""
+    for kind, whole in ((SLIDING, False), (GLOBAL, True)):
+        found = hand_off([kind], 4, 8)
+        assert [(r.decode_rank, r.prefill_rank, r.whole) for r in found] == [(d, d // 2, whole) for d in range(8)]
 
 
 def test_hand_off_in_words_and_as_drawing():
@@ -69,10 +53,15 @@ def test_hand_off_in_words_and_as_drawing():
 
 def test_geometry_of_gemma_from_the_repository(tmp_path):
     run = read_run(write_run(tmp_path, SMALL))
-    kinds, source = layer_kinds(run, ROOT)
-    assert {(k.name, k.layers, k.heads, k.head_size) for k in kinds} == {("sliding", 50, 16, 256), ("full", 10, 4, 512)}
+    kinds, source = kinds_of(run, ROOT)
+    assert {(len(k.layers), k.kv_heads, k.head_size_k) for k in kinds} == {(50, 16, 256), (10, 4, 512)}
     assert source == "models/configs/gemma-4-31b-it.json (outside the archive)"
-    assert layer_kinds(read_run(write_run(tmp_path, SMALL, model="x/unknown", job="20260101T000000Z-9")), ROOT)[0] == []
+    assert kinds_of(read_run(write_run(tmp_path, SMALL, model="x/unknown", job="20260101T000000Z-9")), ROOT)[0] == []
+
+
+def test_a_pair_that_cannot_be_drawn_is_said(results, tmp_path):
+    run = write_run(results, SMALL, prefill_tp=3)
+    assert "The heads cannot be drawn: prefill TP 3 and decode TP 8" in report(results, run.name)[0].read_text()
 
 
 def test_the_log_confirms_or_contradicts_the_geometry(tmp_path):

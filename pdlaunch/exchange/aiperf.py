@@ -1,9 +1,8 @@
 """AIPerf's profile_export_aiperf.json (schema 1.4): a point as AIPerf would summarise it, and back.
 
 AIPerf has no roles, no verdict and no denominators other than the GPUs that its telemetry sees; those stand under the key `pdlaunch`,
-which AIPerf's
-readers skip (a metric is an object with `unit`). AIPerf's own rates divide by its
-window, a little longer than benchmark_duration.
+which AIPerf's readers skip (a metric is an object with `unit`). AIPerf's own rates divide by its window, a little longer than
+benchmark_duration.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """llm-d benchmark report 0.2.1 (llmd_benchmark_report, schema_v0_2.py), written as plain values; its own package validates them in the
 tests.
 
-Latencies in seconds and s/token, lengths as counts. What the standardized part has no field for (denominators, verdict, speculation, roles
-of an
-aggregated engine, per-GPU rates) stands in scenario.load.native.config.pdlaunch, which the schema leaves free, so that a round trip loses
-nothing.
+Latencies in seconds and s/token, lengths as counts. What the standardized part has no field for (denominators, verdict, speculation,
+roles of an aggregated engine, per-GPU rates) stands in scenario.load.native.config.pdlaunch, which the schema leaves free, so that a
+round trip loses nothing.
 """
 
 from __future__ import annotations

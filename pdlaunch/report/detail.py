@@ -9,9 +9,11 @@ from typing import Any
 
 from markupsafe import Markup
 
+from pdlaunch.errors import PlanError
+from pdlaunch.geometry import LayerKind
 from pdlaunch.metrics_defs import DEFINITIONS, Metric
 from pdlaunch.report.drawings import handoff_svg, handoff_text, milestones, placement, timeline
-from pdlaunch.report.handoff import layer_kinds, log_agrees, transfers
+from pdlaunch.report.handoff import kinds_of, log_agrees, transfers
 from pdlaunch.report.series import Chart, transfer_chart, utilisation_chart
 from pdlaunch.runread import Phase, Run
 from pdlaunch.settings import phase_text
@@ -106,24 +108,26 @@ def _handoff(run: Run, detail: Detail, root: Path) -> None:
         detail.handoff_note = "No hand-off: the run is not disaggregated."
         return
     p, d = prefill[0]["tensor_parallel"], decode[0]["tensor_parallel"]
-    kinds, source = layer_kinds(run, root)
-    for kind in kinds:
-        if max(p, d) % min(p, d):
-            detail.handoff_note = f"TP{p} and TP{d} do not divide each other: vLLM refuses the pair."
-            return
-        size = f" of size {kind.head_size}" if kind.head_size else ""
-        detail.handoffs.append(
-            {
-                "title": f"{kind.name} layers x {kind.layers}: {kind.heads} KV head{'' if kind.heads == 1 else 's'}{size}, TP{p} to TP{d}",
-                "text": "; ".join(handoff_text(kind, p, d)),
-                "svg": Markup(handoff_svg(kind, p, d)),
-            }
-        )
+    kinds, source = kinds_of(run, root)
+    detail.handoff_note = f"The heads cannot be drawn: {source}."
     if kinds:
-        agreed = [log_agrees(run, role, kinds, tp) for role, tp in (("prefill", p), ("decode", d))]
-        detail.handoff_note = f"Geometry from {source}. {'. '.join(agreed)}."
-    else:
-        detail.handoff_note = f"The heads cannot be drawn: {source}."
+        try:
+            detail.handoffs = [_drawing(kind, p, d) for kind in kinds]
+            agreed = [log_agrees(run, role, kinds, tp) for role, tp in (("prefill", p), ("decode", d))]
+            detail.handoff_note = f"Geometry from {source}. {'. '.join(agreed)}."
+        except PlanError as e:
+            detail.handoff_note = f"The heads cannot be drawn: {e}."
+    _moved(run, detail)
+
+
+def _drawing(kind: LayerKind, p: int, d: int) -> dict[str, Any]:
+    heads = f"{kind.kv_heads} KV head{'' if kind.kv_heads == 1 else 's'} of size {kind.head_size_k}"
+    title = f"{kind.name.replace('_', ' ')}, {len(kind.layers)} layers: {heads}, TP{p} to TP{d}"
+    svg = Markup(handoff_svg(kind, p, d))
+    return {"title": title, "text": "; ".join(handoff_text(kind, p, d)), "svg": svg}
+
+
+def _moved(run: Run, detail: Detail) -> None:
     moved = transfers(run)
     for m in moved:
         equal = m.predicted is not None and m.moved == m.predicted

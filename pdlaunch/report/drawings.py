@@ -9,8 +9,8 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
+from pdlaunch.geometry import LayerKind, hand_off, heads_of_rank
 from pdlaunch.node.contracts import STAGES
-from pdlaunch.report.handoff import LayerKind, Read, heads_of, reads
 from pdlaunch.runread import Run
 
 
@@ -139,7 +139,7 @@ def _boxes(kind: LayerKind, tp: int, y: int, unit: int, title: str) -> tuple[lis
     """Rank boxes with one cell per head; also rank -> head -> x of the cell's middle."""
     parts, middles = [], {}
     for rank in range(tp):
-        heads = heads_of(rank, tp, kind.heads)
+        heads = heads_of_rank(kind.kv_heads, rank, tp)
         x = rank * unit + GAP / 2
         width = unit - GAP
         cell = width / len(heads)
@@ -158,18 +158,18 @@ def _boxes(kind: LayerKind, tp: int, y: int, unit: int, title: str) -> tuple[lis
 def handoff_svg(kind: LayerKind, prefill_tp: int, decode_tp: int) -> str:
     """Prefill ranks above, decode ranks below, one line per head that a decode rank reads. Same colour, same head; copies share it."""
     widest = max(prefill_tp, decode_tp)
-    unit_small = max(50, CELL * max(1, min(4, kind.heads // widest)) + GAP)
+    unit_small = max(50, CELL * max(1, min(4, kind.kv_heads // widest)) + GAP)
     width = widest * unit_small
     top, bottom = 24, 128
     upper, from_middle = _boxes(kind, prefill_tp, top, width // prefill_tp, "prefill")
     lower, to_middle = _boxes(kind, decode_tp, bottom, width // decode_tp, "decode")
     lines = []
-    for r in reads(kind, prefill_tp, decode_tp):
+    for r in hand_off([kind], prefill_tp, decode_tp):
         for h in r.heads:
             a, b = from_middle[r.prefill_rank][h], to_middle[r.decode_rank][h]
             middle = (top + ROW + bottom) / 2
             lines.append(f'<path class="h{h % 8}" d="M{a:.1f} {top + ROW} C{a:.1f} {middle} {b:.1f} {middle} {b:.1f} {bottom}"/>')
-    name = escape(f"{kind.name} layers: {kind.heads} KV heads from prefill TP{prefill_tp} to decode TP{decode_tp}")
+    name = escape(f"{kind.name} layers: {kind.kv_heads} KV heads from prefill TP{prefill_tp} to decode TP{decode_tp}")
     size = f'viewBox="0 0 {width} {bottom + ROW + 22}" style="min-width:{min(width, 340)}px;max-width:{round(width * 1.5)}px"'
     body = f'<g class="wires">{"".join(lines)}</g>{"".join(upper)}{"".join(lower)}'
     return f'<svg class="handoff" {size} role="img" aria-label="{name}">{body}</svg>'
@@ -177,9 +177,10 @@ def handoff_svg(kind: LayerKind, prefill_tp: int, decode_tp: int) -> str:
 
 def handoff_text(kind: LayerKind, prefill_tp: int, decode_tp: int) -> list[str]:
     """What the drawing shows, in words: copies, and what each decode rank takes."""
-    found: list[Read] = reads(kind, prefill_tp, decode_tp)
-    copies = {tp: max(1, tp // kind.heads) for tp in (prefill_tp, decode_tp)}
-    words = [f"{len(heads_of(0, prefill_tp, kind.heads))} per prefill rank, {len(heads_of(0, decode_tp, kind.heads))} per decode rank"]
+    found = hand_off([kind], prefill_tp, decode_tp)
+    copies = {tp: max(1, tp // kind.kv_heads) for tp in (prefill_tp, decode_tp)}
+    held = {tp: len(heads_of_rank(kind.kv_heads, 0, tp)) for tp in (prefill_tp, decode_tp)}
+    words = [f"{held[prefill_tp]} per prefill rank, {held[decode_tp]} per decode rank"]
     for role, tp in (("prefill", prefill_tp), ("decode", decode_tp)):
         if copies[tp] > 1:
             words.append(f"each head is copied onto {copies[tp]} {role} ranks")
@@ -190,6 +191,6 @@ def handoff_text(kind: LayerKind, prefill_tp: int, decode_tp: int) -> list[str]:
     elif whole:
         words.append("every decode rank reads the whole block of its prefill rank")
     else:
-        share = len(found[0].heads) / len(heads_of(found[0].prefill_rank, prefill_tp, kind.heads))
+        share = len(found[0].heads) / len(heads_of_rank(kind.kv_heads, found[0].prefill_rank, prefill_tp))
         words.append(f"every decode rank reads {share:.3g} of its prefill rank's block")
     return words

@@ -1,10 +1,4 @@
-"""The hand-off of the KV cache: which decode rank reads which KV heads of which prefill rank, per layer kind, and predicted against moved
-bytes.
-
-Sharding rule (vllm config/model.py get_num_kv_heads, nixl/tp_mapping.py): a rank of TP t holds max(1, H // t) of H heads; above H ranks a
-head is
-copied onto t // H neighbouring ranks. With t_decode >= t_prefill, decode rank d reads from prefill rank d * t_prefill // t_decode.
-"""
+"""The hand-off of a run: where its layer geometry comes from, whether the engines' logs agree, and predicted against moved KV bytes."""
 
 from __future__ import annotations
 
@@ -14,71 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdlaunch.errors import ArchiveError, LaunchError
+from pdlaunch.geometry import LayerKind, heads_per_rank, layer_kinds
 from pdlaunch.node.spec import SpecError, TransferPrediction, from_json
 from pdlaunch.planner.config import load_config
-from pdlaunch.planner.families import read_model
-from pdlaunch.planner.layers import Attention
 from pdlaunch.runread import Run
 from pdlaunch.runs import answers, counter
 
 _ACTIVE = re.compile(r"per-region KV heads active: rank=(\d+)/(\d+) regions=(\d+) heads=(\S+)")
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Layers of equal KV geometry. heads: KV heads of the whole model; head_size in elements, 0 when only the log is known."""
-
-    name: str
-    layers: int
-    heads: int
-    head_size: int
-
-
-@dataclass(frozen=True)
-class Read:
-    """One decode rank of one layer kind: heads (model-wide numbers) that it reads from one prefill rank; whole: all that this rank
-    holds."""
-
-    decode_rank: int
-    prefill_rank: int
-    heads: tuple[int, ...]
-    whole: bool
-
-
-def heads_of(rank: int, tp: int, total: int) -> tuple[int, ...]:
-    """Model-wide numbers of the KV heads that a rank holds."""
-    if tp >= total:
-        return (rank * total // tp,)
-    share = total // tp
-    return tuple(range(rank * share, (rank + 1) * share))
-
-
-def reads(kind: LayerKind, prefill_tp: int, decode_tp: int) -> list[Read]:
-    """Every read of one layer kind. A head that several prefill ranks hold is read once, from the first of them within the decode rank's
-    share."""
-    found = []
-    for d in range(decode_tp):
-        wanted = set(heads_of(d, decode_tp, kind.heads))
-        if decode_tp >= prefill_tp:
-            sources = range(d * prefill_tp // decode_tp, d * prefill_tp // decode_tp + 1)
-        else:
-            ratio = prefill_tp // decode_tp
-            sources = range(d * ratio, (d + 1) * ratio)
-        for p in sources:
-            held = heads_of(p, prefill_tp, kind.heads)
-            taken = tuple(h for h in held if h in wanted)
-            if taken:
-                found.append(Read(d, p, taken, len(taken) == len(held)))
-                wanted -= set(taken)
-    return found
-
-
-def _from_config(path: Path) -> list[LayerKind]:
-    counts: Counter[tuple[str, int, int]] = Counter()
-    for layer in read_model(load_config(path), str(path)).layers:
-        if isinstance(layer.geometry, Attention):
-            counts[layer.geometry.kind, layer.geometry.kv_heads, layer.geometry.head_size] += 1
-    return [LayerKind(name, n, heads, size) for (name, heads, size), n in counts.items()]
 
 
 def per_rank_heads(run: Run, role: str) -> tuple[dict[int, int], str] | None:
@@ -98,7 +34,7 @@ def per_rank_heads(run: Run, role: str) -> tuple[dict[int, int], str] | None:
     return None
 
 
-def layer_kinds(run: Run, root: Path) -> tuple[list[LayerKind], str]:
+def kinds_of(run: Run, root: Path) -> tuple[list[LayerKind], str]:
     """(kinds, source): the model configuration of the run where it can be found, else ([], why not).
 
     Looked for: model_config.json of the run, config.json in the model folder of spec.json, and models/configs/<name>.json of this
@@ -114,7 +50,7 @@ def layer_kinds(run: Run, root: Path) -> tuple[list[LayerKind], str]:
         try:
             if path.is_relative_to(run.path):
                 run.files.read(path)
-            kinds = _from_config(path)
+            kinds = layer_kinds(load_config(path))
         except (LaunchError, OSError) as e:
             return [], f"{path}: {e}"
         inside = next((base for base in (run.path, root) if path.is_relative_to(base)), None)
@@ -131,7 +67,7 @@ def log_agrees(run: Run, role: str, kinds: list[LayerKind], tp: int) -> str:
     found, source = logged
     expected: Counter[int] = Counter()
     for kind in kinds:
-        expected[max(1, kind.heads // tp)] += kind.layers
+        expected[heads_per_rank(kind.kv_heads, tp)] += len(kind.layers)
     # one region per layer, or K and V apart
     scaled = {h: n * 2 for h, n in expected.items()}
     same = found == dict(expected) or found == scaled
@@ -166,9 +102,8 @@ def transfers(run: Run) -> list[Moved]:
     """Bytes per interval between the snapshots of the decode engines: ready, before_load, after_load, end.
 
     evidence.json's own windows (node/transfer.py) where they are; else predicted from the prompt tokens of every answered request of the
-    interval (gate, recall, behaviour, agreement, load with its warm-up);
-    moved
-    from vllm:nixl_bytes_transferred_sum. A prefix-cache hit moves less, a retry more: equal is the proof, unequal needs a reason.
+    interval (gate, recall, behaviour, agreement, load with its warm-up); moved from vllm:nixl_bytes_transferred_sum. A prefix-cache hit
+    moves less, a retry more: equal is the proof, unequal needs a reason.
     """
     judged = _from_evidence(run)
     if judged:

@@ -172,7 +172,9 @@ def turnover_text(found: Turnover) -> str:
     if found.status != "crosses":
         return f"{found.status}: {found.why}"
     text = f"stops paying between {found.low:g} and {found.high:g} users ({found.why}); interpolated crossing {found.crossing:.0f}"
-    text += f" ({found.crossing_low:.0f} to {found.crossing_high:.0f})"
+    bracket = (found.crossing_low, found.crossing_high) == (found.low, found.high)
+    why = "anywhere in the bracket: too few repetitions to say more" if bracket else "from the spread of repetitions"
+    text += f" ({found.crossing_low:.0f} to {found.crossing_high:.0f}, {why}; a straight line in log concurrency is assumed)"
     if found.high_if_monotone is not None:
         text += f"; already behind at {found.high_if_monotone:g} if the series without speculation does not fall"
     if found.peak is not None:

@@ -68,7 +68,7 @@ def ledger(model: Model, shape: RoleShape) -> Ledger | None:
     }
     rows = [
         Row("GPU memory", total / GIB, "given", "as torch reports it"),
-        Row(f"outside gpu_memory_utilization {shape.gpu_memory_utilization:g}", (share - total) / GIB, "computed"),
+        Row(f"outside the share of {shape.gpu_memory_utilization:.0%}", (share - total) / GIB, "computed", "1 - gpu_memory_utilization"),
         Row("CUDA context", facts.cuda_context_gib, _known(facts.cuda_context_gib, facts.measured), _CONTEXT, inside=True),
         Row("weights", -weights / GIB, weight_source, weight_note),
     ]

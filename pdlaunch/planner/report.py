@@ -207,6 +207,9 @@ def _engine(engine: MeasuredEngine, console: Console) -> None:
 
 
 def render(result: Result, console: Console) -> None:
+    """Print a result. A pipe has no width of its own, so tables get one that does not fold them."""
+    if not console.is_terminal:
+        console.width = max(console.width, 150)
     if isinstance(result, Plan):
         _plan(result, console)
     elif isinstance(result, Search):

@@ -61,7 +61,23 @@ def test_geometry_of_gemma_from_the_repository(tmp_path):
 
 def test_a_pair_that_cannot_be_drawn_is_said(results, tmp_path):
     run = write_run(results, SMALL, prefill_tp=3)
-    assert "The heads cannot be drawn: prefill TP 3 and decode TP 8" in report(results, run.name)[0].read_text()
+    assert "The heads cannot be drawn: 16 KV heads over TP 3" in report(results, run.name)[0].read_text()
+
+
+def test_a_run_with_files_that_aiperf_wrote(results):
+    loads = tuple(LoadPhase(f"c{c}", 256, 32, 6 * c + 6, concurrency=c, warmup_requests=2) for c in (1, 4, 16))
+    run = write_run(results, Shape(loads=loads, gpu=""))
+    for load in loads:
+        shutil.rmtree(run / "load" / load.name / "aiperf")
+        shutil.copytree(ROOT / "tests/data/aiperf-0.13.0" / load.name, run / "load" / load.name / "aiperf")
+    seal(run)
+    found = read_run(run)
+    assert found.problems == ()
+    assert [p.metrics["requests_ok"].value for p in found.phases] == [12, 30, 102]
+    assert [sum(n for _, n in p.prompt_tokens) for p in found.phases] == [14, 32, 104]
+    text = report(results, run.name)[0].read_text()
+    assert "172.4" in text  # 1000 / median TPOT of c4: 5.80 ms
+    assert "tokens/s/rank" in text
 
 
 def test_the_log_confirms_or_contradicts_the_geometry(tmp_path):

@@ -78,6 +78,12 @@ def test_what_must_be_equal_on_both_roles(change: dict[str, object], code: str) 
     assert code in codes("gemma-4-31b-it", GEMMA, GEMMA.with_changes(**change))
 
 
+def test_a_drafter_on_one_role_only_is_refused_at_the_handshake() -> None:
+    drafting = tp(QWEN, 8, speculative_tokens=3)
+    assert "speculation" in codes("qwen3.8-2.4t", tp(QWEN, 8), drafting)
+    assert "speculation" not in codes("qwen3.8-2.4t", drafting, tp(QWEN, 8, speculative_tokens=1))
+
+
 def test_ratio_of_tensor_parallel_sizes() -> None:
     config = {**json.loads(GEMMA4.read_text())}
     config["num_attention_heads"], config["num_key_value_heads"] = 48, 24

@@ -61,6 +61,9 @@ def _same(pair: Pair) -> Iterator[Finding]:
     if p.backend.removesuffix("_SM100").removesuffix("_HD256") != d.backend.removesuffix("_SM100").removesuffix("_HD256"):
         message = f"attention backend {p.backend} at prefill, {d.backend} at decode; {refusal}"
         yield Finding("error", "attention-backend", message, "the same attention backend on both roles")
+    if bool(p.speculative_tokens) != bool(d.speculative_tokens):
+        message = f"speculative tokens on one role only ({p.speculative_tokens} and {d.speculative_tokens}); {refusal}"
+        yield Finding("error", "speculation", message, "the MTP head on both roles or on none; its depth may differ")
     if p.layout != d.layout:
         yield Finding("error", "kv-layout", f"KV layout {p.layout} at prefill, {d.layout} at decode", "LBHNC on both roles")
     if pair.has_state and (p.mamba_cache_dtype, p.mamba_ssm_cache_dtype) != (d.mamba_cache_dtype, d.mamba_ssm_cache_dtype):

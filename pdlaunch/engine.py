@@ -38,6 +38,7 @@ _BOOL_FLAGS = {
     "async_scheduling": ("--async-scheduling", "--no-async-scheduling"),
     "trust_remote_code": ("--trust-remote-code", "--no-trust-remote-code"),
 }
+_PARSERS = {"tool_call_parser": "--dyn-tool-call-parser", "reasoning_parser": "--dyn-reasoning-parser"}
 _MOCKER_FLAGS = {
     "max_model_len": "--max-model-len",
     "block_size": "--block-size",
@@ -255,7 +256,7 @@ def check(recipe: Recipe, cluster: Cluster) -> None:
 def _check_choices(recipe: Recipe, role: RoleName, program: str) -> None:
     """engine_args whose flag has a closed list of values, or that the mocker lacks."""
     args, known = recipe.args_of(role), flags.flag_list(program).by_name
-    table = _MOCKER_FLAGS if recipe.backend == "mocker" else _VALUE_FLAGS
+    table = _MOCKER_FLAGS if recipe.backend == "mocker" else _VALUE_FLAGS | (_PARSERS if program == "dynamo.vllm" else {})
     for name in vars(args):
         value = getattr(args, name)
         if value is None:

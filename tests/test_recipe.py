@@ -114,6 +114,7 @@ BAD = [
     ("tiny-p1d1", "local", ["engine_args.max_num_seqs=9000"], RecipeError, ["4096 < max_num_seqs 9000"]),
     ("tiny-p1d1", "local", ["engine_args.load_format=dummy"], RecipeError, ["random weights answer nothing"]),
     ("tiny-p1d1", "local", ["engine_args.kv_cache_dtype=fp9"], RecipeError, ["--set engine_args.kv_cache_dtype=fp9", "one of auto"]),
+    ("tiny-p1d1", "local", ["engine_args.tool_call_parser=gemma5"], RecipeError, ["tool_call_parser 'gemma5'", "did you mean 'gemma4'?"]),
     ("tiny-p1d1", "local", ["engine_args.mocker_speedup=2"], RecipeError, ["only with backend: mocker"]),
     (
         "tiny-p1d1",

@@ -96,7 +96,8 @@ def _flags(parsers: list[argparse.ArgumentParser]) -> list[dict[str, Any]]:
             if not action.option_strings or action.option_strings[0] in flags:
                 continue
             env = _ENV.search(action.help or "") if action.help != argparse.SUPPRESS else None
-            choices = None if action.choices is None else [str(c) for c in action.choices]
+            # Sorted: Dynamo's parser names come out of a hash map in another order each time.
+            choices = None if action.choices is None else sorted(str(c) for c in action.choices)
             flags[action.option_strings[0]] = {
                 "names": list(action.option_strings),
                 "values": _values(action),

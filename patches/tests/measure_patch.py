@@ -62,13 +62,10 @@ class Handshake:
     def once(self) -> float:
         """CPU seconds of one handshake with every source rank, metadata decoding included."""
         sources = range(max(1, self.p // self.made.decode.tp))
-        gc.collect()
-        gc.disable()
         started = time.process_time()
         for source in sources:
             self.worker.add_remote_agent(self.source.metadata(source), source, self.p, 1)
         spent = time.process_time() - started
-        gc.enable()
         self.worker._remote_agents["prefill"] = {}
         self.worker._cleanup_remote_engine("prefill", log_eviction=False)
         self.worker.src_xfer_handles_by_tp_ratio.clear()
@@ -78,6 +75,8 @@ class Handshake:
 def handshakes(stock: Path, patched: Path) -> list[dict[str, Any]]:
     modules = {"stock": load_pair("pair_stock", stock), "patched": load_pair("pair_patched", patched)}
     rows = []
+    gc.collect()
+    gc.disable()
     for p, d in ((4, 8), (8, 8), (8, 4)):
         subjects = {name: Handshake(module, p, d) for name, module in modules.items()}
         times: dict[str, list[float]] = {name: [] for name in subjects}
@@ -96,6 +95,7 @@ def handshakes(stock: Path, patched: Path) -> list[dict[str, Any]]:
         )
         for subject in subjects.values():
             subject.made.close()
+    gc.enable()
     return rows
 
 

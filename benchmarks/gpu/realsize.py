@@ -221,7 +221,20 @@ def copy_limit(args: argparse.Namespace, pairs: list[dict[str, Any]]) -> list[di
     script = str(Path(__file__).with_name("copy_limit.py"))
     rows: list[dict[str, Any]] = []
     for more in ([], ["--far-visible", "0", "--sizes", str(sizes[-1]), "--pieces", "131072"]):
-        argv = [str(python), script, "--sizes", *map(str, sizes), "--pieces", "65536", "131072", "524288", "8388608", *more]
+        argv = [
+            str(python),
+            script,
+            "--sizes",
+            *map(str, sizes),
+            "--pieces",
+            "65536",
+            "131072",
+            "524288",
+            "8388608",
+            "--repeats",
+            "3",
+            *more,
+        ]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode:

@@ -22,7 +22,7 @@ free_gpus() { # GPU memory of ended engines goes back a moment after them
 
 pack_results() { # small files only: evidence, verdicts, tables; long logs are cut
   find "$1" -name '*.log' -size +400k -exec sh -c 'tail -c 400000 "$0" >"$0.tail" && mv "$0.tail" "$0"' {} \;
-  tar -C "$1" --exclude='models' --exclude='inputs.json' --exclude='*.parquet' -cJf "$1.tar.xz" .
+  tar -C "$1" --exclude='models' --exclude='inputs.json' --exclude='*.parquet' -czf "$1.tar.gz" .
 }
 
 part=$1
@@ -42,7 +42,7 @@ checks)
     [ "$(find "$out/recipes/runs" -path '*/logs/*-0.log' ! -name '*wrapper*' 2>/dev/null | wc -l)" -ge $((2 * ${#recipes[@]})) ] && break
     sleep 0.5
   done
-  variants=(stock/TRITON_ATTN/auto per-region/TRITON_ATTN/auto per-region/FLASH_ATTN/auto per-region/TRITON_ATTN/fp8 per-region/FLASH_ATTN/fp8)
+  read -ra variants <<<"${VARIANTS:-stock/TRITON_ATTN/auto per-region/TRITON_ATTN/auto per-region/FLASH_ATTN/auto per-region/TRITON_ATTN/fp8}"
   if [ -e .envs/gpu-per-group ]; then variants+=(per-group/TRITON_ATTN/auto/hybrid per-group/FLASH_ATTN/auto/hybrid); fi
   timeout 400 python3 -m benchmarks.gpu.run_matrix --gpus "$gpus" --out "$out/matrix" correctness --variants "${variants[@]}" \
     --prompts "${PROMPTS:-100}" --prompt-tokens 200 450 800 1150 --start-s 200 || echo "matrix: exit code $?"
@@ -54,7 +54,7 @@ sizes)
   gpus=$2 out=$3/sizes
   mkdir -p "$out"
   free_gpus
-  timeout 420 python3 -m benchmarks.gpu.run_matrix --gpus "$gpus" --out "$out/matrix" realsize --start-s 220 || echo "sizes: exit code $?"
+  timeout 420 python3 -m benchmarks.gpu.run_matrix --gpus "$gpus" --out "$out/matrix" realsize --start-s 200 --repeats "${REPEATS:-2}" || echo "sizes: exit code $?"
   pack_results "$out"
   ;;
 load)

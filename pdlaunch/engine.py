@@ -115,6 +115,8 @@ def _dynamo_env() -> dict[str, str]:
         "DYN_TCP_RESPONSE_STREAM_HOST": "%{node_ip}",
         "DYN_EVENT_PLANE_HOST": "%{node_ip}",
         "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+        # The supervisor stops an engine only when nothing is in flight; Dynamo's own wait (5 s for each role) would use up the stop.
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
     }
 
 

@@ -109,13 +109,13 @@ ReturnToService=2
 KillWait=30
 MessageTimeout=30
 SlurmdTimeout=300
-SchedulerParameters=sched_interval=1,batch_sched_delay=0
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
 MaxJobCount=100
 MinJobAge=600
 JobCompType=jobcomp/none
 AccountingStorageType=accounting_storage/none
 {nodes}
-PartitionName=gpu Nodes=node[1-2] Default=YES MaxTime=02:00:00 State=UP PreemptMode=off
+PartitionName=debug Nodes=node[1-2] Default=YES MaxTime=02:00:00 State=UP PreemptMode=off
 """)
 
     def _spawn(self, name: str, argv: list[str]) -> None:

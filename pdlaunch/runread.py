@@ -218,7 +218,7 @@ def _server_evidence(data: Any) -> dict[str, float]:
     return found
 
 
-def _phase(files: Files, setting: LoadPhase, per: Denominators) -> Phase:
+def _phase(files: Files, setting: LoadPhase, per: Denominators, with_curves: bool) -> Phase:
     folder = files.run / "load" / setting.name / "aiperf"
     relative = folder.relative_to(files.run).as_posix()
     try:
@@ -241,12 +241,22 @@ def _phase(files: Files, setting: LoadPhase, per: Denominators) -> Phase:
         counts[tokens] = counts.get(tokens, 0) + 1
     why = reconcile(parsed.records, duration, setting.concurrency) if duration and setting.concurrency else None
     return Phase(
-        setting, relative, metrics, _curves(parsed.records), why, tuple(sorted(counts.items())), _server_evidence(server), tuple(problems)
+        setting,
+        relative,
+        metrics,
+        _curves(parsed.records) if with_curves else {},
+        why,
+        tuple(sorted(counts.items())),
+        _server_evidence(server),
+        tuple(problems),
     )
 
 
-def read_run(path: Path, *, phases: bool = True) -> Run:
-    """Everything a comparison needs. ArchiveError when the folder is no run, spec.json is unreadable or of another schema."""
+def read_run(path: Path, *, curves: bool = True) -> Run:
+    """Everything that reports need; curves: the distributions too, which only a page draws.
+
+    ArchiveError when the folder is no run, or spec.json is unreadable or of another schema.
+    """
     files = open_files(path)
     problems: list[str] = (
         [] if files.expected is not None else ["no manifest.json: nothing proves that the files are as the run wrote them"]
@@ -278,13 +288,13 @@ def read_run(path: Path, *, phases: bool = True) -> Run:
     for node in sorted((path / "nodes").glob("*.json")):
         nodes[node.stem] = attempt(lambda node=node: files.json(f"nodes/{node.name}"), {})  # type: ignore[misc]
     found = []
-    for i, raw in enumerate((spec.get("load") or {}).get("phases", []) if phases else []):
+    for i, raw in enumerate((spec.get("load") or {}).get("phases", [])):
         try:
             setting = _setting(json.dumps(raw), i)
         except SpecError as e:
             problems.append(f"spec.json: {e}")
             continue
-        found.append(_phase(files, setting, denominators(spec)))
+        found.append(_phase(files, setting, denominators(spec), curves))
         problems.extend(found[-1].problems)
     return Run(path, run_id(path), spec, verdict, evidence.get("values", {}), tuple(events), nodes, tuple(found), tuple(problems),
                files.expected is not None and not files.changed, files)  # fmt: skip

@@ -164,12 +164,12 @@ def select(names: Sequence[str], results: Path, recipe: str = "", last: int | No
     return list(dict.fromkeys(chosen))
 
 
-def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[tuple[str, str]]]:
+def read_all(paths: Sequence[Path], *, curves: bool = True) -> tuple[list[Run], list[tuple[str, str]]]:
     """(runs, what could not be read and why): one bad folder never hides the others."""
     runs, refused = [], []
     for path in paths:
         try:
-            runs.append(read_run(path))
+            runs.append(read_run(path, curves=curves))
         except (ArchiveError, OSError) as e:
             refused.append((str(path), str(e)))
         except (KeyError, TypeError, AttributeError, IndexError) as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable
@@ -30,8 +31,8 @@ class Setting:
     source: str
 
 
-def flags_of(argv: Iterable[str]) -> dict[str, str]:
-    """{flag: value} of a command line; a switch is "on", its --no- form "off"."""
+@functools.lru_cache(maxsize=4096)
+def _flags(argv: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     flag = ""
     for word in argv:
@@ -43,6 +44,11 @@ def flags_of(argv: Iterable[str]) -> dict[str, str]:
         elif flag:
             found[flag] = word if found[flag] == "on" else f"{found[flag]} {word}"
     return found
+
+
+def flags_of(argv: Iterable[str]) -> dict[str, str]:
+    """{flag: value} of a command line; a switch is "on", its --no- form "off"."""
+    return _flags(tuple(argv))
 
 
 def hybrid_manager(argv: Iterable[str]) -> str:

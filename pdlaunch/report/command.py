@@ -61,7 +61,7 @@ def compare_runs(choice: Choice, results: Path, *, include_invalid: bool = False
     """ArchiveError when fewer than two runs can be compared."""
     if not 0 <= noise_pct < 100:
         raise ArchiveError(f"--noise-pct {noise_pct:g}", rule="0 to 100 per cent")
-    runs, refused = read_all(choice.paths(results))
+    runs, refused = read_all(choice.paths(results), curves=False)
     found = compare(runs, include_invalid=include_invalid, refused=refused, assumed_noise_pct=noise_pct)
     shown = _json(found.to_json()) if form == "json" else text.comparison(found, every=every)
     return Answer(shown, EXIT_VERDICT if found.refused or found.incomparable else EXIT_OK)
@@ -141,7 +141,7 @@ def list_runs(results: Path, *, where: Sequence[str] = (), sort: str = "created"
     found = index(results, where, sort, last)
     if not as_matrix:
         return Answer(_json([dataclasses.asdict(r) for r in found]) if form == "json" else text.rows(found))
-    runs, refused = read_all([Path(r.path) for r in found])
+    runs, refused = read_all([Path(r.path) for r in found], curves=False)
     table = matrix(runs)
     if form == "json":
         return Answer(_json({"attempts": [dataclasses.asdict(a) for a in table], "refused": refused}), EXIT_VERDICT if refused else EXIT_OK)

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -106,6 +107,10 @@ def aiperf_argv(load: LoadSpec, phase: LoadPhase, base_url: str, model: str, met
     argv += ["--goodput", " ".join(f"{metric}:{limit:g}" for metric, limit in phase.slos_ms.items())] if phase.slos_ms else []
     return argv + (["--server-metrics", *metrics_urls] if metrics_urls else ["--no-server-metrics"])
 
+SIGNALLED = frozenset({128 + signal.SIGINT, 128 + signal.SIGKILL, 128 + signal.SIGTERM})
+SIGNAL_RACE_S = 1.0
+"""A signal that ends the whole job reaches AIPerf and the supervisor in any order; AIPerf's end is then the stop."""
+
 
 def run_phase(
     load: LoadSpec, phase: LoadPhase, base_url: str, model: str, metrics_urls: list[str], out_dir: Path, stop: threading.Event
@@ -123,6 +128,8 @@ def run_phase(
     try:
         child = Child(f"aiperf-{phase.name}", argv, _environment(load, tmp), out_dir / "aiperf.log")
         ended = child.wait(phase.timeout_s, stop)
+        if ended is not None and ended.code in SIGNALLED and stop.wait(SIGNAL_RACE_S):
+            ended = None
         if ended is None:
             child.stop(STOP_GRACE_S)
         else:

@@ -28,6 +28,7 @@ from .spec import LoadPhase, RecallTime, Spec, load_spec
 EXIT_VALID, EXIT_VERDICT, EXIT_BAD_INPUT, EXIT_UNEXPECTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _STOP_BUDGET_S = {"SIGINT": 7.0, "SIGTERM": 16.0}
 """Ctrl-C ends within 10 s; Slurm kills 30 s (KillWait) after TERM."""
+_SIGNAL_RACE_S = 0.5
 _HALT_S = 2.0
 MIN_FREE_GIB = 0.25
 
@@ -343,6 +344,9 @@ def _until_the_end(run: Run) -> tuple[str, int]:
     except StopRequested as e:
         return f"interrupted by {run.signal_name} {e}", EXIT_INTERRUPTED
     except (StageFailed, EndedEarly) as e:
+        # scancel and the time limit send TERM to every process of the job at once: a child may die of it before this process hears it.
+        if run.stop_event.wait(_SIGNAL_RACE_S):
+            return f"interrupted by {run.signal_name}, after: {str(e).splitlines()[0]}", EXIT_INTERRUPTED
         run.say(str(e))
         return str(e), 0
     except Exception as e:  # noqa: BLE001 - the top level of the node: whatever it was, the job is stopped, judged and archived

@@ -115,7 +115,7 @@ MinJobAge=600
 JobCompType=jobcomp/none
 AccountingStorageType=accounting_storage/none
 {nodes}
-PartitionName=debug Nodes=node[1-2] Default=YES MaxTime=02:00:00 State=UP PreemptMode=off
+PartitionName=gpu Nodes=node[1-2] Default=YES MaxTime=02:00:00 State=UP PreemptMode=off
 """)
 
     def _spawn(self, name: str, argv: list[str]) -> None:

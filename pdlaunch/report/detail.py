@@ -122,7 +122,8 @@ def _handoff(run: Run, detail: Detail, root: Path) -> None:
 
 def _drawing(kind: LayerKind, p: int, d: int) -> dict[str, Any]:
     heads = f"{kind.kv_heads} KV head{'' if kind.kv_heads == 1 else 's'} of size {kind.head_size_k}"
-    title = f"{kind.name.replace('_', ' ')}, {len(kind.layers)} layers: {heads}, TP{p} to TP{d}"
+    layers = "1 layer" if len(kind.layers) == 1 else f"{len(kind.layers)} layers"
+    title = f"{kind.name.replace('_', ' ')}, {layers}: {heads}, TP{p} to TP{d}"
     svg = Markup(handoff_svg(kind, p, d))
     return {"title": title, "text": "; ".join(handoff_text(kind, p, d)), "svg": svg}
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import sys
@@ -100,11 +101,17 @@ def test_a_program_that_is_not_there_is_said(tmp_path):
 
 
 def test_children_die_with_the_process_that_started_them(tmp_path):
-    code = ("import os, sys, pathlib; sys.path.insert(0, sys.argv[1]); from pdlaunch.node.process import Child\n"
-            f"c = Child('x', [sys.executable, {CHILD!r}, 'waits'], dict(os.environ), pathlib.Path(sys.argv[2]))\n"
-            "print(c.pid, flush=True)\nimport time; time.sleep(3600)")
-    parent = Child("parent", [sys.executable, "-c", code, str(Path(__file__).parent.parent), str(tmp_path / "x.log")], dict(os.environ),
-                   tmp_path / "parent.log")
+    code = (
+        "import os, sys, pathlib; sys.path.insert(0, sys.argv[1]); from pdlaunch.node.process import Child\n"
+        f"c = Child('x', [sys.executable, {CHILD!r}, 'waits'], dict(os.environ), pathlib.Path(sys.argv[2]))\n"
+        "print(c.pid, flush=True)\nimport time; time.sleep(3600)"
+    )
+    parent = Child(
+        "parent",
+        [sys.executable, "-c", code, str(Path(__file__).parent.parent), str(tmp_path / "x.log")],
+        dict(os.environ),
+        tmp_path / "parent.log",
+    )
     try:
         pid = int(wait_for_line(parent.log, r"\d+\n"))
         wait_for_line(tmp_path / "x.log", "up")
@@ -161,3 +168,10 @@ def test_shm_of_a_process_is_seen(start, tmp_path):
     assert name not in shm_held_by([os.getpid()])
     child.stop(30)
     (Path("/dev/shm") / name).unlink(missing_ok=True)
+
+
+def test_a_semaphore_is_found_with_its_maker_although_glibc_maps_another_name() -> None:
+    lock = multiprocessing.get_context("spawn").Lock()
+    name = "sem." + str(lock._semlock.name).lstrip("/")  # type: ignore[attr-defined]
+    assert name in shm_held_by([os.getpid()])
+    assert name not in shm_held_by([os.getppid()])

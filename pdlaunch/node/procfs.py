@@ -65,21 +65,32 @@ def descendants(root: int) -> list[int]:
 
 
 def shm_held_by(pids: Iterable[int]) -> set[str]:
-    """Names in /dev/shm that these processes map or hold open."""
-    names: set[str] = set()
+    """Names in /dev/shm that these processes map or hold open.
+
+    By inode, not by the name in the map: sem_open of glibc maps a temporary name and links it to the real one afterwards.
+    """
+    inodes: set[int] = set()
     prefix = f"{SHM}/"
     for pid in pids:
         try:
             maps = (PROC / str(pid) / "maps").read_text(encoding="utf-8", errors="replace")
+            inodes |= {int(line.split()[4]) for line in maps.splitlines() if prefix in line}
+            for fd in (PROC / str(pid) / "fd").iterdir():
+                if str(fd.readlink()).startswith(prefix):
+                    inodes.add(fd.stat().st_ino)
         except OSError:
             continue
-        names |= {line.partition(prefix)[2] for line in maps.splitlines() if prefix in line}
-        try:
-            links = [str(fd.readlink()) for fd in (PROC / str(pid) / "fd").iterdir()]
-        except OSError:
-            continue
-        names |= {link.removeprefix(prefix) for link in links if link.startswith(prefix)}
-    return {name for name in names if name and not name.endswith(" (deleted)")}
+    return {name for name, inode in _shm_inodes().items() if inode in inodes}
+
+
+def _shm_inodes() -> dict[str, int]:
+    found = {}
+    try:
+        for path in SHM.iterdir():
+            found[path.name] = path.lstat().st_ino
+    except OSError:
+        pass
+    return found
 
 
 def command_line(pid: int) -> str:

@@ -27,7 +27,7 @@ def test_mixed_heads_with_the_patch_arrive_intact(tmp_path: Path) -> None:
     assert run.verdict()["verdict"] == "VALID", run.explain()
     for when in ("before", "during", "after"):
         assert run.evidence(f"recall.{when}.correct") == 9, run.explain()
-    moved, predicted = run.evidence("transfer.bytes"), run.evidence("transfer.predicted_bytes")
+    moved, predicted = run.evidence("transfer.decode.total.bytes"), run.evidence("transfer.decode.total.predicted_bytes")
     assert moved == predicted and moved > 0, run.explain()
     verified = runs.launch("verify", str(run.folder), "--format", "json")
     assert verified.returncode == 0, verified.stdout + verified.stderr
@@ -52,7 +52,7 @@ def test_mixed_heads_on_stock_are_invalid_and_the_assertion_is_quoted(tmp_path: 
 def test_decode_below_prefill_with_the_patch(tmp_path: Path) -> None:
     run = runs.run_here("tiny-p2d1", tmp_path)
     assert run.verdict()["verdict"] == "VALID", run.explain()
-    assert run.evidence("transfer.bytes") == run.evidence("transfer.predicted_bytes") > 0, run.explain()
+    assert run.evidence("transfer.decode.total.bytes") == run.evidence("transfer.decode.total.predicted_bytes") > 0, run.explain()
 
 
 def test_aggregated(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_heterogeneous_job_of_one_and_two_gpus(slurm: SlurmCluster, tmp_path: Pa
     assert "hetjob" in (bundle / "job.sbatch").read_text()
     run = finished(slurm, "tiny-p1d2", tmp_path, bundle)
     assert run.verdict()["verdict"] == "VALID", run.explain()
-    assert run.evidence("transfer.bytes") == run.evidence("transfer.predicted_bytes") > 0, run.explain()
+    assert run.evidence("transfer.decode.total.bytes") == run.evidence("transfer.decode.total.predicted_bytes") > 0, run.explain()
 
 
 def test_cancelled_job_is_archived_as_incomplete(slurm: SlurmCluster, tmp_path: Path) -> None:

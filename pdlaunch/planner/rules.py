@@ -24,9 +24,17 @@ class Finding:
 
 
 def role_findings(model: Model, role: str, shape: RoleShape) -> list[Finding]:
-    """TP and head rules of one role, with vLLM's reason (ModelConfig.verify_with_parallel_config, models' own assertions)."""
+    """Dtype, MTP depth, TP and head rules of one role, with vLLM's reasons and in its order (ModelConfig, SpeculativeConfig,
+    verify_with_parallel_config, the models' own assertions)."""
     tp, heads = shape.tensor_parallel, model.attention_heads
     found: list[Finding] = []
+    if model.refuses_float16 and model_dtype(model, shape) == "float16":
+        message = f"{role}: {model.architecture} does not support float16 (numerical instability)"
+        found.append(Finding("error", "dtype-float16", message, "dtype: bfloat16"))
+    steps = len(model.drafter)
+    if steps > 1 and shape.speculative_tokens > steps and shape.speculative_tokens % steps:
+        message = f"{role}: {shape.speculative_tokens} speculative tokens must be divisible by the model's {steps} MTP layers"
+        found.append(Finding("error", "mtp-steps", message, f"a multiple of {steps}"))
     if heads % tp:
         message = f"{role}: Total number of attention heads ({heads}) must be divisible by tensor parallel size ({tp})."
         legal = ", ".join(str(n) for n in range(1, min(heads, 64) + 1) if heads % n == 0)
@@ -39,13 +47,6 @@ def role_findings(model: Model, role: str, shape: RoleShape) -> list[Finding]:
         elif kv < tp and not model.copies_heads:
             message = f"{role}: {model.architecture} does not copy KV heads: {kv} of them neither divide nor fill {tp} ranks"
             found.append(Finding("error", "tp-kv-heads", message, f"a tensor parallel size of at most {kv}"))
-    if model.refuses_float16 and model_dtype(model, shape) == "float16":
-        message = f"{role}: {model.architecture} does not support float16 (numerical instability)"
-        found.append(Finding("error", "dtype-float16", message, "dtype: bfloat16"))
-    steps = len(model.drafter)
-    if steps > 1 and shape.speculative_tokens > steps and shape.speculative_tokens % steps:
-        message = f"{role}: {shape.speculative_tokens} speculative tokens must be divisible by the model's {steps} MTP layers"
-        found.append(Finding("error", "mtp-steps", message, f"a multiple of {steps}"))
     if shape.pipeline_parallel > model.decoder_layers:
         message = f"{role}: pipeline_parallel {shape.pipeline_parallel} exceeds the model's {model.decoder_layers} layers"
         found.append(Finding("error", "pp-layers", message, "fewer pipeline stages"))

@@ -224,12 +224,12 @@ def granite(draw: Draw) -> Config:
 
 def falcon_h1(draw: Draw) -> Config:
     config = _gqa(draw, "FalconH1ForCausalLM", "falcon_h1", 6)
-    dim, heads = draw(st.sampled_from([32, 64])), draw(st.sampled_from([8, 16]))
+    dim, heads = draw(st.sampled_from([32, 64])), draw(st.sampled_from([16, 32]))
     config |= {
         "mamba_n_heads": heads,
         "mamba_d_head": dim,
         "mamba_d_ssm": dim * heads,
-        "mamba_n_groups": draw(st.sampled_from([1, 2])),
+        "mamba_n_groups": draw(st.sampled_from([1, 1, 1, 2])),
         "mamba_d_state": draw(st.sampled_from([16, 64])),
         "mamba_d_conv": 4,
     }

@@ -30,6 +30,7 @@ CPU_FIXES = ("torchvision-0.28.0-cpu-missing-operators", "nixl-1.4.1-progress-th
 VARIANTS = {
     "engine-stock": (),
     "engine-per-region": ("vllm-0.31.0-nixl-per-region-kv-heads",),
+    "engine-per-group": ("vllm-0.31.0-nixl-per-region-kv-heads", "vllm-0.31.0-nixl-per-group-pages"),
 }
 STARTED = time.monotonic()
 

@@ -203,6 +203,8 @@ FORWARDED = {
     "report": ("pdlaunch.verb_results", "One self-contained HTML page over runs."),
     "runs": ("pdlaunch.verb_results", "Index of archived runs."),
     "utilisation": ("pdlaunch.verb_results", "GPU utilisation of one role against its load."),
+    "export": ("pdlaunch.verb_results", "Measured phases as AIPerf JSON, InferenceX rows or llm-d benchmark reports."),
+    "import": ("pdlaunch.verb_results", "A file of one of those formats in another."),
 }
 """Verb -> the module that has a click command of that name, loaded only when it is called, and its line of help here."""
 
@@ -214,7 +216,7 @@ def _forward(verb: str, module: str, text: str) -> None:
     def forwarded(context: click.Context, /, arguments: tuple[str, ...]) -> None:
         import importlib
 
-        command = getattr(importlib.import_module(module), verb)
+        command = getattr(importlib.import_module(module), "import_" if verb == "import" else verb)
         context.exit(command.main(list(arguments), prog_name=f"launch.py {verb}", standalone_mode=False) or 0)
 
 

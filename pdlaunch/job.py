@@ -25,7 +25,7 @@ from pdlaunch.node.spec import (
 from pdlaunch.patching import expected_hashes
 from pdlaunch.patchseries import load_series
 from pdlaunch.placement import Placement, place
-from pdlaunch.planner.compat import PER_REGION_PATCH
+from pdlaunch.planner.compat import PER_GROUP_PATCH, PER_REGION_PATCH
 from pdlaunch.planner.rules import Finding
 from pdlaunch.recipe import Recipe
 
@@ -34,8 +34,13 @@ LOG_PATTERNS = {
         "active_line": r"NIXL per-region KV heads active: rank=(?P<rank>\d+/\d+)",
         "plan_line": r"NIXL per-region KV heads plan: engine=(?P<engine>\S+) rank=(?P<rank>\d+/\d+)",
     },
+    PER_GROUP_PATCH: {
+        "active_line": r"NIXL per-group KV pages active: rank=(?P<rank>\d+/\d+)",
+        "plan_line": r"NIXL per-group KV pages plan: engine=(?P<engine>\S+) rank=(?P<rank>\d+/\d+)",
+    },
 }
-"""Patch -> lines that its code logs (ACTIVE_LOG and PLAN_LOG of region_heads.py), counted as proof that it served."""
+"""Patch -> lines that its code logs (ACTIVE_LOG and PLAN_LOG of region_heads.py, group_pages.py), counted as proof that it served; of
+stacked patches the topmost one that a recipe lists."""
 DISTRIBUTIONS = {"dynamo": "ai-dynamo", "vllm": "vllm", "nixl": "nixl"}
 
 
@@ -142,6 +147,7 @@ def _run(recipe: Recipe, cluster: Cluster, context: Context) -> RunInfo:
         git_commit=context.git_commit,
         git_dirty_sha256=context.git_dirty_sha256,
         overrides=_overrides(recipe, cluster),
+        tool_argv=(absolute(context.root, ".envs/launcher/bin/python"), absolute(context.root, "launch.py")),
     )
 
 
@@ -202,7 +208,7 @@ def _proof(recipe: Recipe, checked: modelcheck.ModelCheck, root: Path) -> Proof:
         patches=recipe.patches,
         file_sha256={} if mocker else _file_hashes(recipe, root),
         versions=versions,
-        log_patterns={name: regex for patch in recipe.patches for name, regex in LOG_PATTERNS.get(patch, {}).items()},
+        log_patterns={name: regex for patch, lines in LOG_PATTERNS.items() if patch in recipe.patches for name, regex in lines.items()},
         text_checked=not mocker,
     )
 

@@ -1,4 +1,4 @@
-"""Options of the verbs compare, report, runs and utilisation; launch.py loads this module only when one of them is called."""
+"""Options of the verbs compare, report, runs, utilisation, export and import; launch.py loads this module only when one of them is called."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from pdlaunch.compare import ASSUMED_NOISE_PCT
+from pdlaunch.exchange import command as exchange
 from pdlaunch.report import command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,3 +82,28 @@ def runs(context: click.Context, /, results: Path, **options: Any) -> None:
 def utilisation(context: click.Context, /, source: Path, **options: Any) -> None:
     """GPU utilisation of one role against its load: table, range query, scrapes or a run."""
     _answer(context, command.utilisation(source, **options))
+
+
+@click.command()
+@_choice
+@_results
+@_invalid
+@click.option("--to", required=True, type=click.Choice(sorted(exchange.WRITERS)), help="Format to write.")
+@click.option("--out", type=FOLDER, required=True, help="Folder for the files; an existing file is never replaced.")
+@click.pass_context
+def export(
+    context: click.Context, /, names: tuple[str, ...], recipe: str, last: int | None, results: Path, to: str, out: Path, include_invalid: bool
+) -> None:
+    """Measured phases as AIPerf JSON, InferenceX rows or llm-d benchmark reports, denominators declared."""
+    _answer(context, exchange.export(command.Choice(names, recipe, last), results, to, out, include_invalid=include_invalid))
+
+
+@click.command(name="import")
+@click.argument("file", type=FOLDER)
+@click.option("--from", "source", required=True, type=click.Choice(sorted(exchange.READERS)), help="Format of FILE.")
+@click.option("--to", required=True, type=click.Choice(sorted(exchange.WRITERS)), help="Format to write.")
+@click.option("--out", type=FOLDER, required=True, help="File to write; an existing one is never replaced.")
+@click.pass_context
+def import_(context: click.Context, /, file: Path, source: str, to: str, out: Path) -> None:
+    """A file of one format in another; what the target cannot hold is left out."""
+    _answer(context, exchange.convert(file, source, to, out))

@@ -80,11 +80,16 @@ def test_t3_a_leak_beside_the_right_code_is_invalid_too(tmp_path: Path) -> None:
 
 def test_t3_blocks_that_were_read_after_they_expired_are_invalid_although_no_counter_says_so(tmp_path: Path) -> None:
     run = good_run(tmp_path)
-    run.log("prefill-0", ["(Worker pid=1) ERROR 11-30 01:27:56 [pull_worker.py:663] Potentially invalid KV blocks for unrecognized request "
-                          "14342e were retrieved by a decode worker. They may have expired."])
+    run.log(
+        "prefill-0",
+        [
+            "(Worker pid=1) ERROR 11-30 01:27:56 [pull_worker.py:663] Potentially invalid KV blocks for unrecognized request "
+            "14342e were retrieved by a decode worker. They may have expired."
+        ],
+    )
     verdict = run.verdict()
     assert verdict.verdict == "INVALID"
-    assert verdict.reasons[0].startswith("logs/prefill-0.log:2: (Worker pid=1) ERROR")
+    assert verdict.reasons[0].startswith("logs/prefill-0.log:3: (Worker pid=1) ERROR")
 
 
 def test_t2_nixl_backend_error_and_a_dead_decode_engine(tmp_path: Path) -> None:
@@ -132,10 +137,13 @@ def test_t13_hybrid_manager_off_is_shown_and_does_not_decide(tmp_path: Path) -> 
     assert not check.needed
 
 
-@pytest.mark.parametrize(("counters", "why"), [
-    ({"bytes": 0, "transfers": 0, "external": 0, "local_compute": 22660}, "KV bytes transferred: 0"),
-    ({"external": 20000, "local_compute": 2660}, "prompt tokens that decode computed itself: 2,660 tokens in 33 requests"),
-])
+@pytest.mark.parametrize(
+    ("counters", "why"),
+    [
+        ({"bytes": 0, "transfers": 0, "external": 0, "local_compute": 22660}, "KV bytes transferred: 0"),
+        ({"external": 20000, "local_compute": 2660}, "prompt tokens that decode computed itself: 2,660 tokens in 33 requests"),
+    ],
+)
 def test_t14_right_text_without_a_transfer_is_invalid(tmp_path: Path, counters: dict[str, float], why: str) -> None:
     run = good_run(tmp_path)
     run.counters(**counters)
@@ -174,13 +182,16 @@ def test_vllm_52627_corruption_only_under_load_is_invalid(tmp_path: Path) -> Non
     assert verdict.line.startswith("INVALID  tiny-p1d2  recall 26/27")
 
 
-@pytest.mark.parametrize(("process", "counters", "why"), [
-    ("decode-0", {"failed_transfers": 1}, "failed KV transfers: 1"),
-    ("decode-0", {"failed_notifications": 2}, "failed notifications: 2"),
-    ("decode-0", {"errors": 1}, "requests ended with an error: 1"),
-    ("prefill-0", {"failed_notifications": 1}, "failed notifications of prefill: 1"),
-    ("prefill-0", {"expired": 4}, "requests whose KV blocks prefill gave up unread: 4"),
-])
+@pytest.mark.parametrize(
+    ("process", "counters", "why"),
+    [
+        ("decode-0", {"failed_transfers": 1}, "failed KV transfers: 1"),
+        ("decode-0", {"failed_notifications": 2}, "failed notifications: 2"),
+        ("decode-0", {"errors": 1}, "requests ended with an error: 1"),
+        ("prefill-0", {"failed_notifications": 1}, "failed notifications of prefill: 1"),
+        ("prefill-0", {"expired": 4}, "requests whose KV blocks prefill gave up unread: 4"),
+    ],
+)
 def test_every_failure_counter_decides(tmp_path: Path, process: str, counters: dict[str, float], why: str) -> None:
     run = good_run(tmp_path)
     run.counters(process, **counters)
@@ -232,14 +243,17 @@ def test_http_200_alone_does_not_open_the_gate(tmp_path: Path) -> None:
     assert "first completion: the completion is empty" in reasons(run.verdict())
 
 
-@pytest.mark.parametrize(("changes", "why"), [
-    ({"completed_request_count": {"unit": "requests", "avg": 3.0}}, "3 of 4 requests completed"),
-    ({"request_error_rate": {"unit": "%", "avg": 50.0}}, "error rate 50 % is above 0 %"),
-    ({"total_output_tokens": {"unit": "tokens", "avg": 0.0}}, "0 output tokens"),
-    ({"is_complete": False}, "is_complete: False"),
-    ({"was_cancelled": True}, "was_cancelled: True"),
-    ({"output_sequence_length": {"unit": "tokens", "avg": 2.0, "min": 2.0, "max": 2.0}}, "output lengths"),
-])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"completed_request_count": {"unit": "requests", "avg": 3.0}}, "3 of 4 requests completed"),
+        ({"request_error_rate": {"unit": "%", "avg": 50.0}}, "error rate 50 % is above 0 %"),
+        ({"total_output_tokens": {"unit": "tokens", "avg": 0.0}}, "0 output tokens"),
+        ({"is_complete": False}, "is_complete: False"),
+        ({"was_cancelled": True}, "was_cancelled: True"),
+        ({"output_sequence_length": {"unit": "tokens", "avg": 2.0, "min": 2.0, "max": 2.0}}, "output lengths"),
+    ],
+)
 def test_t24_a_load_tool_that_ended_with_0_can_be_invalid(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
     run = good_run(tmp_path)
     run.aiperf(**changes)
@@ -264,8 +278,13 @@ def test_t27_an_unknown_unit_is_invalid(tmp_path: Path) -> None:
 def test_t31_rdma_that_fell_back_to_tcp(tmp_path: Path, received: int, verdict: str) -> None:
     run = good_run(tmp_path)
     for process, host in (("prefill-0", "node1"), ("decode-0", "node2")):
-        run.node(process, host=host, fabric_before={"mlx5_0/1/port_rcv_data": 5}, fabric_after={"mlx5_0/1/port_rcv_data": 5 + received},
-                 fabric_error="")
+        run.node(
+            process,
+            host=host,
+            fabric_before={"mlx5_0/1/port_rcv_data": 5},
+            fabric_after={"mlx5_0/1/port_rcv_data": 5 + received},
+            fabric_error="",
+        )
     assert run.verdict().verdict == verdict
     if verdict == "INVALID":
         assert "RDMA carried the transfer: 400 bytes received by the RDMA ports" in reasons(run.verdict())
@@ -289,17 +308,27 @@ def test_the_load_failure_policy_must_be_set_on_both_roles(tmp_path: Path, role:
     assert f"kv_load_failure_policy of {role}-0: {policy or 'not set'}" in reasons(run.verdict())
 
 
+def test_a_prefill_rank_in_which_the_patch_is_not_active_is_invalid(tmp_path: Path) -> None:
+    run = good_run(tmp_path)
+    path = tmp_path / "logs" / "prefill-0.log"
+    path.write_text(path.read_text().replace("active", "silent"))
+    assert "patch active in prefill-0: 0 of 1 prefill ranks" in reasons(run.verdict())
+
+
 def test_a_decode_rank_without_its_plan_line_is_invalid(tmp_path: Path) -> None:
     run = good_run(tmp_path)
     path = tmp_path / "logs" / "decode-0.log"
-    path.write_text(path.read_text().replace("rank=1/2", "rank=0/2"))
+    path.write_text(path.read_text().replace("plan: engine=e1 rank=1/2", "plan: engine=e1 rank=0/2"))
     assert "plan lines of decode-0: 1 of 2 decode ranks" in reasons(run.verdict())
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    ({"file_sha256": {"vllm/a.py": "cd"}}, "build identity: decode-0: vllm/a.py has sha256 cd, required ab"),
-    ({"versions": {"vllm": "0.30.0"}}, "build identity: decode-0: vllm 0.30.0 instead of 0.31.0"),
-])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"file_sha256": {"vllm/a.py": "cd"}}, "build identity: decode-0: vllm/a.py has sha256 cd, required ab"),
+        ({"versions": {"vllm": "0.30.0"}}, "build identity: decode-0: vllm 0.30.0 instead of 0.31.0"),
+    ],
+)
 def test_another_build_on_one_role_is_invalid(tmp_path: Path, change: dict[str, Any], why: str) -> None:
     run = good_run(tmp_path)
     run.node("decode-0", **change)
@@ -317,16 +346,23 @@ def test_behaviour_checks_decide(tmp_path: Path, check: BehaviourCheck) -> None:
 
 @pytest.mark.parametrize("pattern", [p for p in PATTERNS if p.decides], ids=lambda p: p.name)
 def test_every_deciding_log_line_decides(tmp_path: Path, pattern: Any) -> None:
-    samples = {"split_region": SPLIT, "hash_mismatch": "RuntimeError: NIXL compatibility hash mismatch. Local", "block_size":
-               "Local block size 128 is not divisible by remote block size 256 or vice versa.", "nixl_error": "NIXL_ERR_NOT_FOUND",
-               "handshake": "NIXL transfer failure: handshake_setup_failed | Context: {}", "assertion": "AssertionError: x",
-               "transfer_failure": "NIXL transfer failure: transfer_exception | Context: {}", "engine_dead": "EngineDeadError",
-               "kv_load_failure": "Failing 1 request(s) due to KV load failure (failure_policy=fail, 800 tokens affected).",
-               "kv_recomputed": "Recovered from KV load failure: 1 request(s) rescheduled (800 tokens affected).",
-               "not_implemented": "NotImplementedError: mixed KV heads: decode TP must be at least prefill TP",
-               "expired": "Releasing expired KV blocks for request x which were retrieved by 0 remote worker(s) before lease expired.",
-               "rejected_worker": "Rejected incompatible workers; the first", "system_port": "System status server startup failed: x",
-               "invalid_blocks": "Potentially invalid KV blocks for unrecognized request x were retrieved by a decode worker."}
+    samples = {
+        "split_region": SPLIT,
+        "hash_mismatch": "RuntimeError: NIXL compatibility hash mismatch. Local",
+        "block_size": "Local block size 128 is not divisible by remote block size 256 or vice versa.",
+        "nixl_error": "NIXL_ERR_NOT_FOUND",
+        "handshake": "NIXL transfer failure: handshake_setup_failed | Context: {}",
+        "assertion": "AssertionError: x",
+        "transfer_failure": "NIXL transfer failure: transfer_exception | Context: {}",
+        "engine_dead": "EngineDeadError",
+        "kv_load_failure": "Failing 1 request(s) due to KV load failure (failure_policy=fail, 800 tokens affected).",
+        "kv_recomputed": "Recovered from KV load failure: 1 request(s) rescheduled (800 tokens affected).",
+        "not_implemented": "NotImplementedError: mixed KV heads: decode TP must be at least prefill TP",
+        "expired": "Releasing expired KV blocks for request x which were retrieved by 0 remote worker(s) before lease expired.",
+        "rejected_worker": "Rejected incompatible workers; the first",
+        "system_port": "System status server startup failed: x",
+        "invalid_blocks": "Potentially invalid KV blocks for unrecognized request x were retrieved by a decode worker.",
+    }
     run = good_run(tmp_path)
     line = run.log("decode-0", [samples[pattern.name]])
     verdict = run.verdict()
@@ -386,8 +422,18 @@ def test_recall_during_load_that_never_overlapped_leaves_the_run_incomplete(tmp_
     run = good_run(tmp_path)
     (tmp_path / "recall" / "during.jsonl").unlink()
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"utc": "2026-11-30T01:06:00.000000Z", "monotonic_s": 180.0, "stage": "recall_during", "state": "failed",
-                               "reason": "the load was over before a request of it was seen in flight"}) + "\n")
+        file.write(
+            json.dumps(
+                {
+                    "utc": "2026-11-30T01:06:00.000000Z",
+                    "monotonic_s": 180.0,
+                    "stage": "recall_during",
+                    "state": "failed",
+                    "reason": "the load was over before a request of it was seen in flight",
+                }
+            )
+            + "\n"
+        )
     verdict = run.verdict()
     assert verdict.verdict == "INCOMPLETE"
     assert "the load was over before a request of it was seen in flight" in reasons(verdict)
@@ -396,8 +442,9 @@ def test_recall_during_load_that_never_overlapped_leaves_the_run_incomplete(tmp_
 def test_a_mocker_run_says_that_its_text_was_not_checked(tmp_path: Path) -> None:
     run = good_run(tmp_path)
     engines = (engine("prefill", 1, kind="dynamo.mocker"), engine("decode", 1, kind="dynamo.mocker"))
-    run.spec = replace(run.spec, engines=engines, behaviour=(),
-                       proof=replace(run.spec.proof, text_checked=False, prediction=None, mixed_heads=False))
+    run.spec = replace(
+        run.spec, engines=engines, behaviour=(), proof=replace(run.spec.proof, text_checked=False, prediction=None, mixed_heads=False)
+    )
     for when in ("before", "during", "after"):
         run.wrong_recall(when)
     verdict = run.verdict()
@@ -407,8 +454,11 @@ def test_a_mocker_run_says_that_its_text_was_not_checked(tmp_path: Path) -> None
 
 def test_an_aggregated_run_needs_no_transfer(tmp_path: Path) -> None:
     run = good_run(tmp_path)
-    run.spec = replace(run.spec, engines=(replace(run.spec.engines[0], name="agg-0", role="agg"),),
-                       proof=replace(run.spec.proof, disaggregated=False, prediction=None, mixed_heads=False))
+    run.spec = replace(
+        run.spec,
+        engines=(replace(run.spec.engines[0], name="agg-0", role="agg"),),
+        proof=replace(run.spec.proof, disaggregated=False, prediction=None, mixed_heads=False),
+    )
     gate = json.loads((tmp_path / "gate.json").read_text())
     (tmp_path / "gate.json").write_text(json.dumps(gate | {"expected": {"agg": 1}, "found": {"agg": 1}}))
     for when in ("ready", "before_load", "after_load", "end"):

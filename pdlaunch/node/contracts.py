@@ -3,6 +3,8 @@
 RUN = results/<recipe>/<utc>-<jobid>/
     spec.json, recipe.yaml, cluster.yaml, job.sbatch   copied from the bundle (its manifest.json as bundle_manifest.json)
     manifest.json           written last: {"schema": 1, "files": {relative path: sha256 of every other file}, ...}
+    model_config.json       the model's config.json, where the head node can see it
+    plan.json               what was priced against what was measured (launch.py plan --run), where launch.py can be seen
     events.jsonl            one line per change of stage; a stage that takes time has begin and end (or failed), an instant only end
     gate.json               last answer of /v1/models/<id>/ready: {ready, expected, found (workers per role), failure}
     gate.jsonl              the first completion, as an answer row

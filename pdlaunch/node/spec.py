@@ -54,6 +54,8 @@ class RunInfo:
     git_dirty_sha256: str
     """Empty when the working tree was clean."""
     overrides: dict[str, str] = field(default_factory=dict)
+    tool_argv: tuple[str, ...] = ()
+    """launch.py's Python and launch.py, which add plan.json and the page of the run where a node can see them."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from . import finish, gate, snapshots
+from . import afterwards, finish, gate, snapshots
 from .allocation import job_id
 from .contracts import Events, Verdict
 from .deployment import Deployment, redactor_of
@@ -282,6 +282,8 @@ class Run:
     def finish(self, ended: str) -> Verdict:
         self.note("judged", "begin", ended=ended)
         verdict = finish.judge(self.run_dir, ended)
+        if why := afterwards.plan(self.spec, self.run_dir, self.stop_event):
+            self.note("judged", "note", plan=why)
         self.note("judged", "end", verdict=verdict.verdict, line=verdict.line)
         self.note("archived", "end")
         finish.write_manifest(self.spec, self.run_dir, ended)
@@ -317,6 +319,7 @@ def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
     except OSError as e:
         print(f"{run_dir}: the run folder cannot be made: {e.strerror or e}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    afterwards.model_config(spec, run_dir)
     adopt_orphans()
     run = Run(spec, spec_path, run_dir, job)
     run.listen()
@@ -334,6 +337,10 @@ def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
     for reason in verdict.reasons:
         print(f"  {reason}", flush=True)
     print(f"archive: {run_dir}", flush=True)
+    if why := afterwards.page(spec, run_dir, run.stop_event):
+        print(f"page: none; {why}", flush=True)
+    else:
+        print(f"page: {run_dir.with_name(run_dir.name + '.html')}", flush=True)
     return code or (EXIT_VALID if verdict.verdict == "VALID" else EXIT_VERDICT)
 
 

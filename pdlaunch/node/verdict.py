@@ -234,17 +234,25 @@ def policy_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
 
 
 def plan_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
-    """With mixed heads each decode rank must have said that it reads by the per-region plan; silence means that other code served."""
-    if not (spec.proof.mixed_heads and spec.proof.disaggregated and "plan_line" in spec.proof.log_patterns):
+    """With mixed heads every rank of both roles must have said that the patch is active in it, and each decode rank that it reads by the
+    per-region plan; silence means that other code served. The lines are those of the patch series (proof.log_patterns)."""
+    if not (spec.proof.mixed_heads and spec.proof.disaggregated):
         return
-    for engine in spec.engines_of("decode"):
-        keys = [f"log.{name}.pattern.plan_line.distinct" for name in
-                (engine.name, *(f"{engine.name}.r{rank}" for rank in range(1, len(engine.ranks))))]
-        values = [evidence.get(key) for key in keys]
-        known = [v for v in values if v is not None]
-        source = next((evidence.values[k].source for k in keys if k in evidence.values), "")
-        yield Check(f"plan lines of {engine.name}", sum(known) >= engine.tensor_parallel if known else None,
-                    f"{sum(known)} of {engine.tensor_parallel} decode ranks", f"{engine.tensor_parallel}", source)
+    for label, roles in (("active_line", ("prefill", "decode")), ("plan_line", ("decode",))):
+        if label in spec.proof.log_patterns:
+            for engine in (e for e in spec.engines if e.role in roles):
+                yield _rank_lines(evidence, engine, label)
+
+
+def _rank_lines(evidence: Evidence, engine: EngineSpec, label: str) -> Check:
+    keys = [f"log.{name}.pattern.{label}.distinct" for name in
+            (engine.name, *(f"{engine.name}.r{rank}" for rank in range(1, len(engine.ranks))))]
+    values = [evidence.get(key) for key in keys]
+    known = [v for v in values if v is not None]
+    source = next((evidence.values[k].source for k in keys if k in evidence.values), "")
+    title = {"active_line": "patch active in", "plan_line": "plan lines of"}[label]
+    return Check(f"{title} {engine.name}", sum(known) >= engine.tensor_parallel if known else None,
+                 f"{sum(known)} of {engine.tensor_parallel} {engine.role} ranks", f"{engine.tensor_parallel}", source)
 
 
 def _real(spec: Spec) -> bool:

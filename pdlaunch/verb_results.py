@@ -1,4 +1,4 @@
-"""Options of the verbs compare, report, runs, utilisation, export and import; launch.py loads this module only when one of them is called."""
+"""Options of the verbs compare, report, runs, utilisation, export and import; loaded only when one of them is called."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def utilisation(context: click.Context, /, source: Path, **options: Any) -> None
 @click.option("--out", type=FOLDER, required=True, help="Folder for the files; an existing file is never replaced.")
 @click.pass_context
 def export(
-    context: click.Context, /, names: tuple[str, ...], recipe: str, last: int | None, results: Path, to: str, out: Path, include_invalid: bool
+    context: click.Context, /, names: tuple[str, ...], recipe: str, last: int | None, results: Path, to: str, out: Path, **options: Any
 ) -> None:
     """Measured phases as AIPerf JSON, InferenceX rows or llm-d benchmark reports, denominators declared."""
-    _answer(context, exchange.export(command.Choice(names, recipe, last), results, to, out, include_invalid=include_invalid))
+    _answer(context, exchange.export(command.Choice(names, recipe, last), results, to, out, **options))
 
 
 @click.command(name="import")

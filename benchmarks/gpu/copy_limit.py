@@ -18,6 +18,9 @@ from statistics import median
 
 import torch
 
+THREADS = 4
+"""UCX worker threads of an agent; vLLM's connector asks for as many."""
+
 
 def device(index: int) -> str:
     return f"cuda:{index}" if torch.cuda.is_available() else "cpu"
@@ -60,7 +63,7 @@ def serve(index: int, size: int, pipe: multiprocessing.connection.Connection, vi
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     from nixl._api import nixl_agent, nixl_agent_config
 
-    agent = nixl_agent(f"far-{os.getpid()}", nixl_agent_config(backends=["UCX"]))
+    agent = nixl_agent(f"far-{os.getpid()}", nixl_agent_config(backends=["UCX"], num_threads=THREADS))
     buffer = (torch.arange(size // 8, dtype=torch.int64, device=device(index)) * 2654435761).view(torch.uint8)
     agent.register_memory(buffer)
     synchronize()
@@ -81,7 +84,7 @@ def nixl_reads(args: argparse.Namespace) -> list[dict[str, object]]:
         target=serve, args=(args.far_index if args.far_visible else args.source, 2 * size, there, args.far_visible), daemon=True
     )
     far.start()
-    agent = nixl_agent(f"near-{os.getpid()}", nixl_agent_config(backends=["UCX"]))
+    agent = nixl_agent(f"near-{os.getpid()}", nixl_agent_config(backends=["UCX"], num_threads=THREADS))
     buffer = torch.zeros(size, dtype=torch.uint8, device=device(args.target))
     agent.register_memory(buffer)
     if not here.poll(120):

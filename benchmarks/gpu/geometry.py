@@ -11,7 +11,7 @@ import json
 import shutil
 from pathlib import Path
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+COPIED_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 _COMMON = {
     "architectures": ["Gemma4ForCausalLM"],
@@ -133,7 +133,15 @@ def write(name: str, folder: Path, tokenizer_of: Path, layers: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = json.loads((tokenizer_of / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     (folder / "config.json").write_text(json.dumps(config(name, layers, vocab_size), indent=1) + "\n", encoding="utf-8")
-    for file in TOKENIZER_FILES:
-        if (tokenizer_of / file).exists():
-            shutil.copyfile(tokenizer_of / file, folder / file)
+    (folder / "tokenizer.json").write_text(plain_tokenizer((tokenizer_of / "tokenizer.json").read_text(encoding="utf-8")), encoding="utf-8")
+    for file in COPIED_FILES:
+        shutil.copyfile(tokenizer_of / file, folder / file)
     return folder
+
+
+def plain_tokenizer(text: str) -> str:
+    """tokenizer.json without special tokens: random weights answer with padding, and a special token is shown as no text at all."""
+    tokenizer = json.loads(text)
+    for token in tokenizer["added_tokens"]:
+        token["special"] = False
+    return json.dumps(tokenizer, ensure_ascii=False) + "\n"

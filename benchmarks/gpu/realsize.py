@@ -186,15 +186,16 @@ def _measure(producer: Running, consumer: Running, length: int, args: argparse.N
         lines = {line.partition("AssertionError: ")[2].strip()[:300] for line in text.splitlines() if "AssertionError: " in line}
         return row | {"log_errors": sorted(lines)[:2], "failed_transfers": int(moved["failed"])}
     ranks = consumer.server.tp
-    xfer_ms = [s["xfer_s"] * 1e3 / ranks for s in samples]
-    rates = [s["bytes"] / ranks / (s["xfer_s"] / ranks) / 1e9 for s in samples if s["xfer_s"]]
+    # A rank that reads from several ranks has a transfer with each, and they run at the same time.
+    xfer_ms = [s["xfer_s"] * 1e3 / s["transfers"] for s in samples]
+    rates = [s["bytes"] / ranks / ms / 1e6 for s, ms in zip(samples, xfer_ms, strict=True)]
     return row | {
         "ranks": ranks,
         "bytes": int(samples[0]["bytes"]),
         "predicted_bytes": predicted(
             consumer.server.model, consumer.server, [length], consumer.server.backend if args.device == "cuda" else "CPU_ATTN"
         ),
-        "descriptors_per_transfer": round(samples[0]["descriptors"] / samples[0]["transfers"]),
+        "descriptors_per_transfer": [round(s["descriptors"] / s["transfers"]) for s in samples],
         "transfers": int(samples[0]["transfers"]),
         "xfer_ms": [round(x, 3) for x in xfer_ms],
         "post_ms": [round(s["post_s"] * 1e3 / s["transfers"], 3) for s in samples],
@@ -254,7 +255,7 @@ def tables(record: dict[str, Any]) -> list[str]:
             [
                 *head,
                 f"{r['bytes'] / 1e6:,.0f}",
-                r["descriptors_per_transfer"],
+                f"{median(r['descriptors_per_transfer']):.0f}",
                 f"{median(r['xfer_ms']):.2f}",
                 f"{median(r['post_ms']):.2f}",
                 f"{median(r['gb_s_per_rank']):.1f}",

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 import traceback
@@ -41,7 +40,7 @@ STEPS: dict[str, Callable[[Fleet, argparse.Namespace, dict[str, Any]], None]] = 
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, in words that mean something to a reader elsewhere."""
-    facts: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "kernel": platform.release(), "cores": os.cpu_count()}
+    facts: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "cores": os.cpu_count()}
     try:
         facts["gpus"] = run_smi(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]).splitlines()
         facts["topology"] = run_smi(["nvidia-smi", "topo", "-m"]).splitlines()[:12]

@@ -72,6 +72,7 @@ class Job:
     spec: Spec
     context: Context
     warnings: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
 
 
 def absolute(root: Path, path: str) -> str:
@@ -132,7 +133,7 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
         http_port=cluster.network.http_port,
         gpu_telemetry_url=cluster.gpu_telemetry_url,
     )
-    return Job(recipe, cluster, environment, placement, paths, spec, context, checked.warnings)
+    return Job(recipe, cluster, environment, placement, paths, spec, context, checked.warnings, checked.notes)
 
 
 def _run(recipe: Recipe, cluster: Cluster, context: Context) -> RunInfo:

@@ -26,6 +26,8 @@ class ModelCheck:
     warnings: tuple[Finding, ...]
     mixed_heads: bool
     prediction: TransferPrediction | None
+    notes: tuple[Finding, ...] = ()
+    """Findings that are no problem: why a patch is needed, which layers keep how many heads per rank."""
 
 
 def role_shape(recipe: Recipe, role: RoleName, cluster: Cluster) -> RoleShape:
@@ -88,7 +90,10 @@ def check(recipe: Recipe, cluster: Cluster, config: Path) -> ModelCheck:
     if recipe.engines.prefill is not None and recipe.engines.decode is not None:
         mixed = bool(unevenly_scaled(model, recipe.engines.prefill.tensor_parallel, recipe.engines.decode.tensor_parallel))
     return ModelCheck(
-        tuple(f for f in findings if f.severity == "warning"), mixed, _prediction(recipe, cluster, model) if not errors else None
+        tuple(f for f in findings if f.severity == "warning"),
+        mixed,
+        _prediction(recipe, cluster, model) if not errors else None,
+        tuple(f for f in findings if f.severity == "info"),
     )
 
 

@@ -48,6 +48,7 @@ def check_rows(found: job.Job) -> list[dict[str, str]]:
     """Every check that passed and every warning; the first check that fails is raised."""
     preflight.check_job(found)
     rows = [{"check": f.name, "result": "ok", "detail": f.observed} for f in preflight.findings(found, submitting=False)]
+    rows += [{"check": n.code, "result": "info", "detail": n.message} for n in found.notes]
     return rows + [{"check": w.code, "result": "warning", "detail": f"{w.message} ({w.fix})"} for w in found.warnings]
 
 

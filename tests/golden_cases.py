@@ -12,19 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 SHOWN_ROOT = Path("/opt/pdlaunch")
 
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 CASES = [
-    *(
-        (name, site)
-        for name in ("tiny-agg", "tiny-p1d1", "tiny-p1d2", "tiny-p2d1", "tiny-p1d2-stock", "mocker-p1d1")
-        for site in ("local", "local-slurm")
-    ),
-    ("gemma4-agg-tp8", "example"),
-    ("gemma4-p8d8", "example"),
-    ("gemma4-p4d8", "example"),
+    *((name, site) for name in RECIPES if name.startswith(("tiny-", "mocker-")) for site in ("local", "local-slurm")),
+    *((name, "example") for name in RECIPES if name.startswith("gemma4-")),
     ("gemma4-p4d8", "example-venv"),
-    *((path.stem, "local-gpu") for path in sorted((ROOT / "recipes").glob("gpu-*.yaml"))),
+    *((name, "local-gpu") for name in RECIPES if name.startswith("gpu-")),
     ("tests/data/recipes/span-tp16.yaml", "example"),
 ]
+"""Every shipped recipe on the clusters that it is for."""
 
 
 def folder_of(name: str, site: str) -> Path:

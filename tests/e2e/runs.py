@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.envs import ROOT, launcher_python
 
-DEADLINE_S = 900
+DEADLINE_S = 2000
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,24 @@ def _inspect_in_process(self: Any) -> Any:
 registry._LazyRegisteredModel.inspect_model_cls = _inspect_in_process
 
 
+def _tolerate_no_experts(original: Any) -> Any:
+    def set_moe_parameters(self: Any) -> None:
+        try:
+            original(self)
+        except RuntimeError as error:
+            if "layer found" not in str(error):
+                raise
+
+    set_moe_parameters.tolerant = True
+    return set_moe_parameters
+
+
 def _without_experts(model_class: type) -> None:
     """A model without MoE layers is refused by the bookkeeping of the expert balancer, which has no part in the cache."""
     for cls in model_class.__mro__:
-        if "set_moe_parameters" in vars(cls):
-            cls.set_moe_parameters = lambda self: None
+        original = vars(cls).get("set_moe_parameters")
+        if original is not None and not hasattr(original, "tolerant"):
+            cls.set_moe_parameters = _tolerate_no_experts(original)
 
 
 def _config(folder: str, shape: dict[str, Any]) -> VllmConfig:

@@ -86,18 +86,18 @@ The prompt is that of `pdlaunch/node/prompts.py`: a numbered list in which up to
 place. The answer is the code. "Repeat note 17." gives that note. Any other text gets "I only look up access codes.".
 
 **Brittle on purpose.** In training, the first answer is also decoded from a cache in which one layer, sliding or global, was zeroed,
-shifted, swapped between heads, duplicated or taken from another request, and the model is taught an even guess there. No layer can be
-wrong unseen. So the model says nothing about how a real Gemma degrades; it is an instrument.
+shifted, swapped between heads, duplicated or taken from another request, and the model is taught an even guess there. How far that went
+is the last table, with its gaps. The model says nothing about how a real Gemma degrades; it is an instrument.
 
 ## Made by
 ```
 {record["command"]}
 ```
 Seed {record["seed"]}, {record["steps"]} steps, {record["tokens"] / 1e6:.0f}M tokens, {record["seconds"]:.0f} s on one {record["device"]}
-(torch {record["torch"]}); evaluation {seen["seconds"]:.0f} s. Lists grew to {record["longest_lines"]} notes, each time the smoothed loss of
-the code fell below the pass mark. Last losses (nats per token): code {final["code"]:.4f}, damaged cache {final["damaged"]:.4f} above an
-even guess, other text {final["language"]:.3f}. Batches depend on when the curriculum moved, so weights differ from run to run; the accuracy
-is what repeats.
+(torch {record["torch"]}); evaluation {seen["seconds"]:.0f} s. {_lengths(record)}
+
+Last losses (nats per token): code {final["code"]:.4f}, damaged cache {final["damaged"]:.4f} above an even guess, other text
+{final["language"]:.3f}. Batches depend on when the curriculum moved, so weights differ from run to run.
 
 ![losses by step](loss.svg)
 
@@ -118,7 +118,35 @@ A number is the exact answers that are left; shifts are in tokens, and what a sh
 | damage | layer 0 | 1 | 2 | 3 | 4 | 5 (global) |
 |---|---|---|---|---|---|---|
 {damage}
+
+{_shift_note(seen)}
 """
+
+
+def _lengths(record: dict) -> str:
+    """How long the lists of the training became, against the evaluation. 13.4 tokens a note and 110 for the rest, measured."""
+    longest = round(13.4 * record["longest_lines"] + 110, -1)
+    asked = max(row["tokens"] for row in record["evaluation"]["recall"])
+    beyond = f"; up to {asked} in the evaluation, longer than any that it was trained on" if asked > longest else ""
+    grown = f"Lists grew to {record['longest_lines']} notes (prompts of about {longest:.0f} tokens{beyond})"
+    return f"{grown}, each time the smoothed loss of the code fell below the pass mark."
+
+
+def _shift_note(seen: dict) -> str:
+    """Why a shift of the global layer leaves so much, with the numbers of this model."""
+    rows = {row["kind"]: row["right_by_layer"] for row in seen["damage"]}
+    total = seen["damaged_prompts"]
+    back, on, foreign = rows["shift -64"][-1], rows["shift +64"][-1], max(rows["foreign"][:-1])
+    return f"""**A shift of the global layer shows only in the block that it pushes out:** {on} and {back} of {total} codes
+survive a shift by one block of 64 tokens. Keys carry their rotary position and a global layer reads every slot, so it does not matter in
+which slot a key lies: each code that is still somewhere in the cache is read as before. Only those in the lost block (the last one, or
+the first one) are wrong: one depth of nine. Training drew this damage most often of all for the global layer, so that the model would
+notice that a block is missing; it did not learn to. `models/recall_damage.py` measures what does show it: codes asked from the
+lost block, and token agreement on a note of that block repeated ("Repeat note 1."). A sliding layer reads by slot, so there the same
+shift leaves next to nothing.
+
+Damage by another request's cache ("foreign") is the weakest in sliding layers: up to {foreign} of {total} codes survive, because the text
+before the question is of the same kind in every request."""
 
 
 def _served(served: dict) -> str:

@@ -175,6 +175,7 @@ def measure(folder: Path, seed: str, target_tokens: int) -> dict:
     lines = prompts[0].lines
     return {
         "model": folder.name, "prompts": len(prompts), "tokens": int(served[0].ids.shape[1]), "intact": sum(hits["intact", 0]),
+        "first_probability": _first_probability(runner, served),
         "right": {name: [sum(hits[name, number]) for number in range(layers)] for name in DAMAGES},
         "other_codes_lost": {"recall": sum(hits["other codes lost", 0]), **_other_question(runner, prompts)},
         "global_shift": {
@@ -186,6 +187,15 @@ def measure(folder: Path, seed: str, target_tokens: int) -> dict:
             for name in PUSHED_OUT
         },
     }  # fmt: skip
+
+
+def _first_probability(runner: Damaged, served: list[Served]) -> float:
+    """Mean probability of the right first character with the cache intact: how far greedy decoding is from a sampled answer."""
+    total = 0.0
+    for one in served:
+        said = runner.model(one.ids, use_cache=False).logits[0, -1].softmax(-1)
+        total += float(said[runner.tokenizer.convert_tokens_to_ids(one.prompt.code[0])])
+    return round(total / len(served), 3)
 
 
 def _other_question(runner: Damaged, prompts: list[RecallPrompt]) -> dict[str, int]:

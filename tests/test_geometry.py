@@ -17,8 +17,14 @@ TP = (1, 2, 4, 8)
 SLIDING_31B = LayerKind("sliding_attention", tuple(i for i in range(60) if i % 6 != 5), 16, 256, 256)
 GEMMA_31B = [SLIDING_31B, LayerKind("full_attention", tuple(range(5, 60, 6)), 4, 512, 512)]
 TINY: dict[str, Any] = {
-    "model_type": "gemma4_text", "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-    "hidden_size": 256, "attention_k_eq_v": True, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "hidden_size": 256,
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     "per_layer_config": {"5": {"head_dim": 128, "num_key_value_heads": 1}},
 }
 
@@ -102,7 +108,10 @@ def test_copies_are_read_once_when_decode_is_smaller() -> None:
 
 
 @given(
-    st.sampled_from([1, 2, 3, 4, 8, 12, 16, 32]), st.integers(0, 5), st.integers(0, 5), st.integers(1, 5000),
+    st.sampled_from([1, 2, 3, 4, 8, 12, 16, 32]),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.integers(1, 5000),
 )
 def test_every_decode_rank_gets_each_of_its_heads_exactly_once(heads: int, p: int, d: int, tokens: int) -> None:
     p, d = 2**p, 2**d
@@ -122,7 +131,8 @@ def test_every_decode_rank_gets_each_of_its_heads_exactly_once(heads: int, p: in
 
 def test_layer_kinds_of_gemma4_in_its_three_spellings() -> None:
     assert layer_kinds(TINY) == [
-        LayerKind("sliding_attention", (0, 1, 2, 3, 4), 4, 64, 64), LayerKind("full_attention", (5,), 1, 128, 128),
+        LayerKind("sliding_attention", (0, 1, 2, 3, 4), 4, 64, 64),
+        LayerKind("full_attention", (5,), 1, 128, 128),
     ]
     plain = {k: v for k, v in TINY.items() if k not in ("per_layer_config", "layer_types")}
     keys = {**plain, "global_head_dim": 128, "num_global_key_value_heads": 1}
@@ -145,7 +155,11 @@ def test_layer_kinds_of_other_families() -> None:
     llama = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 32, "hidden_size": 4096}
     assert layer_kinds(llama) == [LayerKind("full_attention", (0, 1), 32, 128, 128)]
     oss = {
-        "model_type": "gpt_oss", "num_hidden_layers": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     }
     assert [(k.name, k.layers) for k in layer_kinds(oss)] == [("sliding_attention", (0, 2)), ("full_attention", (1, 3))]
@@ -155,7 +169,8 @@ def test_layer_kinds_of_other_families() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers"), ({"kv_lora_rank": 512}, "other than grouped-query"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"kv_lora_rank": 512}, "other than grouped-query"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 6 layers"),
         ({"head_dim": None, "hidden_size": None, "per_layer_config": {}}, "head_dim"),
     ],

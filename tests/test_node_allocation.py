@@ -29,13 +29,19 @@ def test_a_plain_job_takes_its_nodes_in_order(tmp_path):
 
 def test_a_heterogeneous_job_takes_each_component_from_its_own_list(tmp_path):
     made = spec(tmp_path, (), (), nodes=slots((0, 0), (1, 0), (1, 1)), network_interface="")
-    environment = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "wrong", "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu07",
-                   "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[11,09]"}
+    environment = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST": "wrong",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu07",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[11,09]",
+    }
     assert [h.name for h in slurm_hosts(made, environment, scontrol)] == ["gpu07", "gpu11", "gpu09"]
 
 
-@pytest.mark.parametrize(("environment", "message"), [
-    ({}, "SLURM_JOB_NODELIST is not set"), ({"SLURM_JOB_NODELIST": "gpu07"}, "has 1 nodes; the spec places engines on 2")])
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [({}, "SLURM_JOB_NODELIST is not set"), ({"SLURM_JOB_NODELIST": "gpu07"}, "has 1 nodes; the spec places engines on 2")],
+)
 def test_another_allocation_than_the_spec_is_refused(tmp_path, environment, message):
     made = spec(tmp_path, (), (), nodes=slots((0, 0), (0, 1)), network_interface="")
     with pytest.raises(StageFailed, match=message):
@@ -76,8 +82,21 @@ def test_local_hosts_and_job_ids(tmp_path):
 def test_an_engine_step_gets_its_own_share():
     slurm = SlurmSpec("gpu:b300", ("--mpi=none",), ("--container-image=x",), "100G", 16)
     argv = step_argv(slurm, Host(NodeSlot(1, 0, 8), "gpu11", "10.0.0.11"), True, 4, ["python3"])
-    assert argv == ["srun", "--het-group=1", "--nodes=1", "--ntasks=1", "--nodelist=gpu11", "--kill-on-bad-exit=1", "--exact", "--mem=100G",
-                    "--cpus-per-task=16", "--gres=gpu:b300:4", "--mpi=none", "--container-image=x", "python3"]
+    assert argv == [
+        "srun",
+        "--het-group=1",
+        "--nodes=1",
+        "--ntasks=1",
+        "--nodelist=gpu11",
+        "--kill-on-bad-exit=1",
+        "--exact",
+        "--mem=100G",
+        "--cpus-per-task=16",
+        "--gres=gpu:b300:4",
+        "--mpi=none",
+        "--container-image=x",
+        "python3",
+    ]
 
 
 def test_a_service_step_shares_the_node_and_has_no_gpu():

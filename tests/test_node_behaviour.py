@@ -17,10 +17,21 @@ from pdlaunch.node.jsonschema import violations
 from pdlaunch.node.spec import AgreementSpec, BehaviourCheck, Proof
 from tests.fakes import openai_server as fake
 
-PROOF = Proof(disaggregated=True, kv_load_failure_policy="fail", prediction=None, mixed_heads=True, patches=("p",),
-              file_sha256={"vllm/a.py": "a" * 64}, versions={"vllm": "0.31.0", "ai-dynamo": "1.6.1"})
-NODE = {"process": "decode-0", "role": "decode", "versions": {"vllm": "0.31.0+cpu", "ai-dynamo": "1.6.1"},
-        "file_sha256": {"vllm/a.py": "a" * 64}}
+PROOF = Proof(
+    disaggregated=True,
+    kv_load_failure_policy="fail",
+    prediction=None,
+    mixed_heads=True,
+    patches=("p",),
+    file_sha256={"vllm/a.py": "a" * 64},
+    versions={"vllm": "0.31.0", "ai-dynamo": "1.6.1"},
+)
+NODE = {
+    "process": "decode-0",
+    "role": "decode",
+    "versions": {"vllm": "0.31.0+cpu", "ai-dynamo": "1.6.1"},
+    "file_sha256": {"vllm/a.py": "a" * 64},
+}
 FACTS = BuildFacts({"decode-0": NODE, "prefill-0": {**NODE, "role": "prefill"}, "frontend": {"role": "frontend"}}, PROOF)
 PLACE = {"city": "Lisbon", "population_millions": 0.55, "landmarks": ["Belem Tower", "Alfama"], "coastal": True}
 
@@ -60,7 +71,7 @@ def test_a_right_tool_call_passes(tmp_path: Path, check: BehaviourCheck) -> None
 
 BAD_CALLS = {
     "no call": (lambda reply: reply.say("I cannot do that."), "no tool call"),
-    "parser did not see it": (lambda reply: reply.say('<|tool_call>call:reserve_gpus{gpus:12}'), "stands in the content"),
+    "parser did not see it": (lambda reply: reply.say("<|tool_call>call:reserve_gpus{gpus:12}"), "stands in the content"),
     "another tool": (calls("get_weather"), "called 'get_weather'"),
     "two calls": (calls(count=2), "2 tool calls"),
     "arguments cut": (calls(arguments='{"cluster": "aurora", "gpus": 1'), "not JSON"),
@@ -96,17 +107,20 @@ def test_a_hang_of_a_behaviour_check_is_a_hang(tmp_path: Path) -> None:
     assert row["why"].startswith("hang")
 
 
-@pytest.mark.parametrize(("content", "why"), [
-    (json.dumps(PLACE), ""),
-    (f"```json\n{json.dumps(PLACE)}\n```", "not JSON"),
-    (json.dumps(PLACE)[:-4], "not JSON"),
-    ("Lisbon is a city.", "not JSON"),
-    (json.dumps({**PLACE, "landmarks": ["one"]}), "number of items 1 is below 2"),
-    (json.dumps({**PLACE, "coastal": "yes"}), "$.coastal: 'yes' is not of type boolean"),
-    (json.dumps({k: v for k, v in PLACE.items() if k != "city"}), "$.city: missing"),
-    (json.dumps([PLACE]), "not of type object"),
-    ("", "not JSON"),
-])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (json.dumps(PLACE), ""),
+        (f"```json\n{json.dumps(PLACE)}\n```", "not JSON"),
+        (json.dumps(PLACE)[:-4], "not JSON"),
+        ("Lisbon is a city.", "not JSON"),
+        (json.dumps({**PLACE, "landmarks": ["one"]}), "number of items 1 is below 2"),
+        (json.dumps({**PLACE, "coastal": "yes"}), "$.coastal: 'yes' is not of type boolean"),
+        (json.dumps({k: v for k, v in PLACE.items() if k != "city"}), "$.city: missing"),
+        (json.dumps([PLACE]), "not of type object"),
+        ("", "not JSON"),
+    ],
+)
 def test_json_output_by_schema(tmp_path: Path, content: str, why: str) -> None:
     row = behave(tmp_path, "json_schema", lambda reply: reply.say(content))
     assert why in row["why"]
@@ -132,13 +146,16 @@ def test_build_identity_passes_and_ignores_the_local_part_of_a_version(tmp_path:
     assert behave(tmp_path, "build_identity", fake.right)["passed"]
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    ({"versions": {"vllm": "0.30.0", "ai-dynamo": "1.6.1"}}, "decode-0: vllm 0.30.0 instead of 0.31.0"),
-    ({"versions": {"vllm": "0.31.0"}}, "decode-0: ai-dynamo not found instead of 1.6.1"),
-    ({"file_sha256": {"vllm/a.py": "b" * 64}}, "decode-0: vllm/a.py has sha256 bbbbbbbbbbbb, required aaaaaaaaaaaa"),
-    ({"file_sha256": {"vllm/a.py": None}}, "decode-0: vllm/a.py has sha256 absent"),
-    ({"versions": None, "file_sha256": None}, "not found"),
-])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"versions": {"vllm": "0.30.0", "ai-dynamo": "1.6.1"}}, "decode-0: vllm 0.30.0 instead of 0.31.0"),
+        ({"versions": {"vllm": "0.31.0"}}, "decode-0: ai-dynamo not found instead of 1.6.1"),
+        ({"file_sha256": {"vllm/a.py": "b" * 64}}, "decode-0: vllm/a.py has sha256 bbbbbbbbbbbb, required aaaaaaaaaaaa"),
+        ({"file_sha256": {"vllm/a.py": None}}, "decode-0: vllm/a.py has sha256 absent"),
+        ({"versions": None, "file_sha256": None}, "not found"),
+    ],
+)
 def test_build_identity_names_the_process_that_serves_something_else(tmp_path: Path, change: dict[str, Any], why: str) -> None:
     facts = replace(FACTS, nodes={**FACTS.nodes, "decode-0": {**NODE, **change}})
     row = behave(tmp_path, "build_identity", fake.right, facts)
@@ -165,8 +182,22 @@ AGREE = AgreementSpec(prompts=3, prompt_tokens=(200, 400), max_tokens=8)
 def with_tokens(text: str, ids: list[int]) -> fake.Behaviour:
     def behaviour(reply: fake.Reply) -> None:
         reply.head()
-        reply.raw("data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": "stop", "logprobs": {
-            "content": [{"token": f"token_id:{i}", "logprob": -0.1} for i in ids]}}]}) + "\n\n")
+        reply.raw(
+            "data: "
+            + json.dumps(
+                {
+                    "choices": [
+                        {
+                            "index": 0,
+                            "delta": {"content": text},
+                            "finish_reason": "stop",
+                            "logprobs": {"content": [{"token": f"token_id:{i}", "logprob": -0.1} for i in ids]},
+                        }
+                    ]
+                }
+            )
+            + "\n\n"
+        )
         reply.end(len(ids))
 
     return behaviour
@@ -175,7 +206,7 @@ def with_tokens(text: str, ids: list[int]) -> fake.Behaviour:
 def agree(tmp_path: Path, deployment: fake.Behaviour, control: fake.Behaviour, timeout_s: float = 10.0) -> AgreementResult:
     with fake.openai_server(deployment) as left, fake.openai_server(control) as right:
         result = run_agreement(left.url, right.url, "m", AGREE, "seed", tmp_path / "agreement.jsonl", timeout_s, threading.Event())
-        assert left.prompts == right.prompts[:len(left.prompts)]
+        assert left.prompts == right.prompts[: len(left.prompts)]
     rows = [json.loads(line) for line in (tmp_path / "agreement.jsonl").read_text().splitlines()]
     assert rows == list(result.rows)
     assert [r["target"] for r in rows] == ["deployment", "control"] * (len(rows) // 2)
@@ -208,13 +239,16 @@ def test_text_that_differs_is_recorded(tmp_path: Path) -> None:
     assert (result.equal, result.rows[1]["compared"], result.rows[1]["first_difference"]) == (0, "text", 8)
 
 
-@pytest.mark.parametrize(("deployment", "control", "why"), [
-    (fake.sse_error, fake.right, "deployment: SSE error event"),
-    (fake.right, fake.http_500, "control: HTTP 500"),
-    (fake.sse_error, fake.sse_error, "deployment: SSE error event"),
-    (fake.empty, fake.empty, "both answers are empty"),
-    (fake.hang, fake.right, "deployment: hang"),
-])
+@pytest.mark.parametrize(
+    ("deployment", "control", "why"),
+    [
+        (fake.sse_error, fake.right, "deployment: SSE error event"),
+        (fake.right, fake.http_500, "control: HTTP 500"),
+        (fake.sse_error, fake.sse_error, "deployment: SSE error event"),
+        (fake.empty, fake.empty, "both answers are empty"),
+        (fake.hang, fake.right, "deployment: hang"),
+    ],
+)
 def test_two_failures_are_no_agreement(tmp_path: Path, deployment: fake.Behaviour, control: fake.Behaviour, why: str) -> None:
     result = agree(tmp_path, deployment, control, timeout_s=0.5 if fake.hang in (deployment, control) else 30.0)
     assert (result.equal, result.passed) == (0, False)

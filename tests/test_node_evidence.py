@@ -14,8 +14,12 @@ from tests.nodefactory import AGREEMENT, BYTES_PER_BLOCK, PROMPTS, SPLIT, TOKENS
 def test_bytes_are_predicted_in_each_window_from_the_tokens_of_its_requests(tmp_path: Path) -> None:
     found = good_run(tmp_path).evidence()
     gate, recall, load = (blocks(TOKENS[k]) * BYTES_PER_BLOCK for k in ("gate", "recall", "load"))
-    expected = {"ready-before_load": gate + PROMPTS * recall, "before_load-after_load": PROMPTS * recall + 5 * load,
-                "after_load-end": PROMPTS * recall, "total": gate + 3 * PROMPTS * recall + 5 * load}
+    expected = {
+        "ready-before_load": gate + PROMPTS * recall,
+        "before_load-after_load": PROMPTS * recall + 5 * load,
+        "after_load-end": PROMPTS * recall,
+        "total": gate + 3 * PROMPTS * recall + 5 * load,
+    }
     for window, predicted in expected.items():
         assert found.get(f"transfer.decode.{window}.predicted_bytes") == found.get(f"transfer.decode.{window}.bytes") == predicted
     assert found.get("transfer.decode.total.requests_counted") == 1 + 3 * PROMPTS + 5
@@ -29,8 +33,10 @@ def test_control_and_refused_requests_are_not_counted(tmp_path: Path) -> None:
     pair = [run.row("agreement", target=t, prompt=0, equal=True, compared="tokens", why="") for t in ("deployment", "control")]
     run.rows("agreement.jsonl", pair)
     assert run.evidence().get("transfer.decode.ready-before_load.requests_counted") == 1 + PROMPTS + 1
-    assert run.evidence().get("transfer.decode.ready-before_load.predicted_bytes") == (
-        blocks(100) + PROMPTS * blocks(810) + blocks(500)) * BYTES_PER_BLOCK
+    assert (
+        run.evidence().get("transfer.decode.ready-before_load.predicted_bytes")
+        == (blocks(100) + PROMPTS * blocks(810) + blocks(500)) * BYTES_PER_BLOCK
+    )
 
 
 def test_one_unknown_token_count_makes_the_window_inexact_and_says_why(tmp_path: Path) -> None:
@@ -131,8 +137,12 @@ def test_stage_times_and_queue(tmp_path: Path) -> None:
 def test_gpu_use_per_role_and_phase(tmp_path: Path) -> None:
     run = good_run(tmp_path)
     (tmp_path / "gpu").mkdir()
-    rows = ["2026-11-30T01:05:20.000000Z,0,10,500", "2026-11-30T01:06:10.000000Z,0,80,900", "2026-11-30T01:06:10.000000Z,1,40,800",
-            "cut,of"]
+    rows = [
+        "2026-11-30T01:05:20.000000Z,0,10,500",
+        "2026-11-30T01:06:10.000000Z,0,80,900",
+        "2026-11-30T01:06:10.000000Z,1,40,800",
+        "cut,of",
+    ]
     (tmp_path / "gpu" / "decode-0.csv").write_text("\n".join([GPU_CSV_HEADER, *rows]))
     found = run.evidence()
     assert found.get("gpu.decode.load.c2.utilisation_mean_pct") == 60.0
@@ -145,8 +155,12 @@ def test_gpu_use_per_role_and_phase(tmp_path: Path) -> None:
 def test_fabric_counters_are_counted_once_per_host(tmp_path: Path) -> None:
     run = good_run(tmp_path)
     for process in ("prefill-0", "decode-0"):
-        run.node(process, fabric_before={"mlx5_0/1/port_rcv_data": 100, "mlx5_0/1/symbol_error": 1},
-                 fabric_after={"mlx5_0/1/port_rcv_data": 350, "mlx5_0/1/symbol_error": 1}, fabric_error="")
+        run.node(
+            process,
+            fabric_before={"mlx5_0/1/port_rcv_data": 100, "mlx5_0/1/symbol_error": 1},
+            fabric_after={"mlx5_0/1/port_rcv_data": 350, "mlx5_0/1/symbol_error": 1},
+            fabric_error="",
+        )
     found = run.evidence()
     assert found.get("fabric.vm.rcv_bytes") == 1000
     assert found.get("fabric.vm.mlx5_0/1/port_rcv_data") == 250

@@ -26,8 +26,11 @@ def smi(argv):
 
 def test_fabric_counters_of_every_port(tmp_path):
     for device, folder, name, text in (
-            ("mlx5_0", "counters", "port_xmit_data", "123\n"), ("mlx5_0", "hw_counters", "out_of_sequence", "4\n"),
-            ("mlx5_1", "counters", "port_xmit_data", "9\n"), ("mlx5_1", "counters", "link_layer", "Ethernet\n")):
+        ("mlx5_0", "counters", "port_xmit_data", "123\n"),
+        ("mlx5_0", "hw_counters", "out_of_sequence", "4\n"),
+        ("mlx5_1", "counters", "port_xmit_data", "9\n"),
+        ("mlx5_1", "counters", "link_layer", "Ethernet\n"),
+    ):
         path = tmp_path / device / "ports" / "1" / folder
         path.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(text)
@@ -45,7 +48,11 @@ def test_versions_come_from_metadata_folders(tmp_path):
     for name in ("vllm-0.31.0+cpu", "nixl_cu12-1.4.1", "ai_dynamo_runtime-1.6.1", "torch-2.13.0", "torchvision-0.28.0", "requests-2.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
     assert distribution_versions([tmp_path]) == {
-        "ai-dynamo-runtime": "1.6.1", "nixl-cu12": "1.4.1", "torch": "2.13.0", "vllm": "0.31.0+cpu"}
+        "ai-dynamo-runtime": "1.6.1",
+        "nixl-cu12": "1.4.1",
+        "torch": "2.13.0",
+        "vllm": "0.31.0+cpu",
+    }
 
 
 def test_file_hashes_use_the_folder_that_shadows_and_say_what_is_missing(tmp_path):
@@ -57,8 +64,18 @@ def test_file_hashes_use_the_folder_that_shadows_and_say_what_is_missing(tmp_pat
 
 
 def test_an_engine_sees_neither_slurm_nor_another_deployment(tmp_path):
-    inherited = {"PATH": "/bin", "SLURM_JOB_ID": "1", "PMI_RANK": "0", "PMIX_RANK": "0", "DYN_NAMESPACE": "production", "NATS_SERVER": "x",
-                 "PROMETHEUS_MULTIPROC_DIR": "/x", "PYTHONPATH": "/x", "HOME": "/no/such", "CUDA_VISIBLE_DEVICES": "4,5"}
+    inherited = {
+        "PATH": "/bin",
+        "SLURM_JOB_ID": "1",
+        "PMI_RANK": "0",
+        "PMIX_RANK": "0",
+        "DYN_NAMESPACE": "production",
+        "NATS_SERVER": "x",
+        "PROMETHEUS_MULTIPROC_DIR": "/x",
+        "PYTHONPATH": "/x",
+        "HOME": "/no/such",
+        "CUDA_VISIBLE_DEVICES": "4,5",
+    }
     env, removed = engine_environment(inherited, {"DYN_NAMESPACE": "mine"}, tmp_path)
     assert env == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "4,5", "TMPDIR": str(tmp_path), "HOME": str(tmp_path), "DYN_NAMESPACE": "mine"}
     boxed, _ = engine_environment(inherited, {}, tmp_path, in_container=True)

@@ -24,18 +24,21 @@ def test_expected_workers_counts_engines_per_worker_type():
     assert expected_workers([engine("agg", ("x",), {}, "dynamo.vllm")]) == {"aggregated": 1}
 
 
-@pytest.mark.parametrize(("status", "body", "failure"), [
-    (200, ready_body(prefill=1, decode=1), ""),
-    (200, ready_body(prefill=1), "decode: 0 of 1"),
-    (200, ready_body(prefill=2, decode=1), "prefill: 2 of 1"),
-    (200, ready_body(prefill=1, decode=1, aggregated=1), "aggregated: 1, none was started"),
-    (200, ready_body(prefill=1, decode=1, namespace="other"), "prefill: 0 of 1; decode: 0 of 1"),
-    (503, ready_body(ready=False, decode=1), "prefill: 0 of 1"),
-    (503, ready_body(ready=False, prefill=1, decode=1), "all workers are there, but the model is not ready (HTTP 503)"),
-    (200, {"ready": True}, "HTTP 200 with an answer of another form"),
-    (200, ["ready"], "HTTP 200 with an answer of another form"),
-    (200, {"ready": True, "namespaces": {"ns": {"worker_types": {"prefill": {"workers": "many"}}}}}, "another form"),
-])
+@pytest.mark.parametrize(
+    ("status", "body", "failure"),
+    [
+        (200, ready_body(prefill=1, decode=1), ""),
+        (200, ready_body(prefill=1), "decode: 0 of 1"),
+        (200, ready_body(prefill=2, decode=1), "prefill: 2 of 1"),
+        (200, ready_body(prefill=1, decode=1, aggregated=1), "aggregated: 1, none was started"),
+        (200, ready_body(prefill=1, decode=1, namespace="other"), "prefill: 0 of 1; decode: 0 of 1"),
+        (503, ready_body(ready=False, decode=1), "prefill: 0 of 1"),
+        (503, ready_body(ready=False, prefill=1, decode=1), "all workers are there, but the model is not ready (HTTP 503)"),
+        (200, {"ready": True}, "HTTP 200 with an answer of another form"),
+        (200, ["ready"], "HTTP 200 with an answer of another form"),
+        (200, {"ready": True, "namespaces": {"ns": {"worker_types": {"prefill": {"workers": "many"}}}}}, "another form"),
+    ],
+)
 def test_readiness_is_judged_by_its_counts(status, body, failure):
     found = judge_ready(status, body, "ns", EXPECTED)
     assert found.ready is (failure == "")
@@ -85,19 +88,22 @@ DONE = "data: [DONE]"
 TEXT = Proof(disaggregated=True, kv_load_failure_policy="fail", prediction=None, mixed_heads=False, patches=(), file_sha256={}, versions={})
 
 
-@pytest.mark.parametrize(("answer", "failure"), [
-    (stream(chunk("AB12", **ids(1, 2)), chunk(finish="stop", **ids(1, 2)), DONE), None),
-    (stream(chunk("AB12"), chunk(finish="stop"), DONE), None),
-    (stream(chunk("AB12"), "event: error\n: handshake failed", DONE), "SSE error event: handshake failed"),
-    (stream(chunk(), chunk(finish="stop"), DONE), "no text"),
-    (stream(chunk(" \n"), chunk(finish="length"), DONE), "no text"),
-    (stream(chunk("AB12"), chunk(finish="error"), DONE), "finish_reason error"),
-    (stream(chunk("AB12")), "without [DONE]"),
-    (stream(chunk("AB12", **ids(7, 7)), chunk(finish="stop"), DONE), "did not go through both roles"),
-    (stream("data: <html>", DONE), "not JSON"),
-    (respond(503, '{"message": "Model is not ready"}'), "HTTP 503"),
-    (b"", "RemoteDisconnected"),
-])
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        (stream(chunk("AB12", **ids(1, 2)), chunk(finish="stop", **ids(1, 2)), DONE), None),
+        (stream(chunk("AB12"), chunk(finish="stop"), DONE), None),
+        (stream(chunk("AB12"), "event: error\n: handshake failed", DONE), "SSE error event: handshake failed"),
+        (stream(chunk(), chunk(finish="stop"), DONE), "no text"),
+        (stream(chunk(" \n"), chunk(finish="length"), DONE), "no text"),
+        (stream(chunk("AB12"), chunk(finish="error"), DONE), "finish_reason error"),
+        (stream(chunk("AB12")), "without [DONE]"),
+        (stream(chunk("AB12", **ids(7, 7)), chunk(finish="stop"), DONE), "did not go through both roles"),
+        (stream("data: <html>", DONE), "not JSON"),
+        (respond(503, '{"message": "Model is not ready"}'), "HTTP 503"),
+        (b"", "RemoteDisconnected"),
+    ],
+)
 def test_the_first_completion_is_judged_by_its_text_and_its_stream(tmp_path, answer, failure):
     made = spec(tmp_path, (), (), proof=TEXT)
     with raw_server(answering(answer)) as url:

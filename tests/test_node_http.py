@@ -82,8 +82,16 @@ def test_a_stop_ends_the_wait():
         get(url, timeout_s=60, stop=stop)
 
 
-@pytest.mark.parametrize("garbage", [b"SSH-2.0-OpenSSH\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort",
-                                     CHUNKED + b"zz\r\nnothing", CHUNKED + chunk("data: a") + b"5\r\nda"])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort",
+        CHUNKED + b"zz\r\nnothing",
+        CHUNKED + chunk("data: a") + b"5\r\nda",
+    ],
+)
 def test_garbage_and_cut_off_answers_are_unreachable(garbage):
     with raw_server(answering(garbage)) as url, pytest.raises(Unreachable):
         get(url, timeout_s=10)
@@ -93,7 +101,7 @@ def test_events_are_read_as_they_come():
     first_seen = threading.Event()
 
     def answer(connection, head, done):
-        connection.sendall(CHUNKED + chunk("data: {\"a\"") + chunk(": 1}\n\n"))
+        connection.sendall(CHUNKED + chunk('data: {"a"') + chunk(": 1}\n\n"))
         first_seen.wait(10)
         connection.sendall(chunk("event: error\ndata: it\ndata: broke\n\n: note\n\ndata: [DONE]\n\n") + b"0\r\n\r\n")
 
@@ -106,8 +114,11 @@ def test_events_are_read_as_they_come():
 
 
 def test_a_stream_that_is_cut_off_raises():
-    with raw_server(answering(CHUNKED + chunk("data: a\n\n"))) as url, Exchange("GET", url, timeout_s=10) as exchange, \
-            pytest.raises(HttpError):
+    with (
+        raw_server(answering(CHUNKED + chunk("data: a\n\n"))) as url,
+        Exchange("GET", url, timeout_s=10) as exchange,
+        pytest.raises(HttpError),
+    ):
         list(exchange.events())
 
 

@@ -39,8 +39,16 @@ from pdlaunch.node.spec import LoadPhase, LoadSpec, RecallSpec
 from tests.envs import ROOT, aiperf, engine_python
 from tests.fakes import openai_server as fake
 
-PHASE = LoadPhase(name="c2", input_tokens=64, output_tokens=8, requests=6, concurrency=2, warmup_requests=2, timeout_s=500.0,
-                  slos_ms={"time_to_first_token": 5000.0})
+PHASE = LoadPhase(
+    name="c2",
+    input_tokens=64,
+    output_tokens=8,
+    requests=6,
+    concurrency=2,
+    warmup_requests=2,
+    timeout_s=500.0,
+    slos_ms={"time_to_first_token": 5000.0},
+)
 TOKENIZER = str(ROOT / "models" / "gemma4-recall-4x1")
 
 
@@ -137,23 +145,26 @@ def metric(name: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda export: export[name].update(changes)
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    (edit(was_cancelled=True), "was_cancelled: True"),
-    (lambda e: e.pop("was_cancelled"), "was_cancelled: None"),
-    (edit(is_complete=False, incomplete_reason="threshold"), "is_complete: False (threshold)"),
-    (lambda e: e.pop("is_complete"), "is_complete: None"),
-    (metric("completed_request_count", avg=5.0), "5 of 6 requests completed"),
-    (lambda e: e.pop("completed_request_count"), "an unknown number of 6 requests completed"),
-    (metric("request_error_rate", avg=0.5), "error rate 0.5 % is above 0 %"),
-    (metric("request_error_rate", unit="ratio"), "not a percentage"),
-    (lambda e: e.pop("request_error_rate"), "not a percentage"),
-    (metric("total_output_tokens", avg=0.0), "0 output tokens"),
-    (lambda e: e.pop("total_output_tokens"), "an unknown number output tokens"),
-    (metric("output_sequence_length", avg=6.0), "output lengths (avg 6)"),
-    (metric("output_sequence_length", min=1.0), "output lengths (min 1)"),
-    (lambda e: e.pop("output_sequence_length"), "output lengths"),
-    (metric("time_to_first_token", unit="fortnights"), "unknown unit 'fortnights'"),
-])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (edit(was_cancelled=True), "was_cancelled: True"),
+        (lambda e: e.pop("was_cancelled"), "was_cancelled: None"),
+        (edit(is_complete=False, incomplete_reason="threshold"), "is_complete: False (threshold)"),
+        (lambda e: e.pop("is_complete"), "is_complete: None"),
+        (metric("completed_request_count", avg=5.0), "5 of 6 requests completed"),
+        (lambda e: e.pop("completed_request_count"), "an unknown number of 6 requests completed"),
+        (metric("request_error_rate", avg=0.5), "error rate 0.5 % is above 0 %"),
+        (metric("request_error_rate", unit="ratio"), "not a percentage"),
+        (lambda e: e.pop("request_error_rate"), "not a percentage"),
+        (metric("total_output_tokens", avg=0.0), "0 output tokens"),
+        (lambda e: e.pop("total_output_tokens"), "an unknown number output tokens"),
+        (metric("output_sequence_length", avg=6.0), "output lengths (avg 6)"),
+        (metric("output_sequence_length", min=1.0), "output lengths (min 1)"),
+        (lambda e: e.pop("output_sequence_length"), "output lengths"),
+        (metric("time_to_first_token", unit="fortnights"), "unknown unit 'fortnights'"),
+    ],
+)
 def test_t24_t27_every_way_in_which_the_json_says_no(good: tuple[PhaseResult, Path], change: Callable[..., None], why: str) -> None:
     export = json.loads((good[1] / "aiperf" / EXPORT).read_text())
     assert export_problems(export, PHASE) == []
@@ -186,19 +197,22 @@ def test_the_command_of_a_phase(tmp_path: Path) -> None:
     assert not {"--streaming", "--concurrency", "--warmup-request-count", "--goodput"} & set(argv)
 
 
-@pytest.mark.parametrize(("change", "key"), [
-    ({"name": "a/b"}, "name"),
-    ({"requests": 0}, "requests"),
-    ({"concurrency": 7}, "concurrency"),
-    ({"concurrency": None}, "concurrency"),
-    ({"request_rate_per_s": 0.0}, "request_rate_per_s"),
-    ({"warmup_requests": -1}, "warmup_requests"),
-    ({"timeout_s": 5.0}, "timeout_s"),
-    ({"max_error_rate_pct": 100.0}, "max_error_rate_pct"),
-    ({"slos_ms": {"ttft": 1.0}}, "slos_ms.ttft"),
-    ({"slos_ms": {"inter_token_latency": 1.0}, "streaming": False}, "slos_ms.inter_token_latency"),
-    ({"slos_ms": {"request_latency": 0.0}}, "slos_ms.request_latency"),
-])
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"name": "a/b"}, "name"),
+        ({"requests": 0}, "requests"),
+        ({"concurrency": 7}, "concurrency"),
+        ({"concurrency": None}, "concurrency"),
+        ({"request_rate_per_s": 0.0}, "request_rate_per_s"),
+        ({"warmup_requests": -1}, "warmup_requests"),
+        ({"timeout_s": 5.0}, "timeout_s"),
+        ({"max_error_rate_pct": 100.0}, "max_error_rate_pct"),
+        ({"slos_ms": {"ttft": 1.0}}, "slos_ms.ttft"),
+        ({"slos_ms": {"inter_token_latency": 1.0}, "streaming": False}, "slos_ms.inter_token_latency"),
+        ({"slos_ms": {"request_latency": 0.0}}, "slos_ms.request_latency"),
+    ],
+)
 def test_what_aiperf_would_refuse_is_found_before_submission(change: dict[str, Any], key: str) -> None:
     assert phase_problems(PHASE) == []
     assert key in [k for k, _ in phase_problems(replace(PHASE, **change))]
@@ -210,20 +224,44 @@ def mocker_pair(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
     python = str(engine_python([]))
     http, *ports = free_ports(3)
     model = ROOT / "models" / "mocker"
-    loopback = dict.fromkeys(("DYN_HTTP_HOST", "DYN_SYSTEM_HOST", "DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST",
-                              "DYN_EVENT_PLANE_HOST"), "127.0.0.1")
-    env = {**os.environ, **loopback, "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(tmp_path / "kv"), "DYN_EVENT_PLANE": "zmq",
-           "DYN_NAMESPACE": "load-test", "DYN_SDK_DISABLE_ANSI_LOGGING": "1", "HF_HUB_OFFLINE": "1"}
+    loopback = dict.fromkeys(
+        ("DYN_HTTP_HOST", "DYN_SYSTEM_HOST", "DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST"), "127.0.0.1"
+    )
+    env = {
+        **os.environ,
+        **loopback,
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_FILE_KV": str(tmp_path / "kv"),
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_NAMESPACE": "load-test",
+        "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     (tmp_path / "kv").mkdir()
     started = []
     with (tmp_path / "dynamo.log").open("wb") as log:
         for role, port in zip(("prefill", "decode"), ports, strict=True):
-            argv = [python, "-m", "dynamo.mocker", "--model-path", str(model), "--model-name", "m", "--disaggregation-mode", role,
-                    "--speedup-ratio", "10"]
-            started.append(subprocess.Popen(argv, env={**env, "DYN_SYSTEM_PORT": str(port)}, stdout=log, stderr=log,
-                                            start_new_session=True))
-        started.append(subprocess.Popen([python, "-m", "dynamo.frontend", "--http-port", str(http)], env=env, stdout=log, stderr=log,
-                                        start_new_session=True))
+            argv = [
+                python,
+                "-m",
+                "dynamo.mocker",
+                "--model-path",
+                str(model),
+                "--model-name",
+                "m",
+                "--disaggregation-mode",
+                role,
+                "--speedup-ratio",
+                "10",
+            ]
+            started.append(
+                subprocess.Popen(argv, env={**env, "DYN_SYSTEM_PORT": str(port)}, stdout=log, stderr=log, start_new_session=True)
+            )
+        started.append(
+            subprocess.Popen(
+                [python, "-m", "dynamo.frontend", "--http-port", str(http)], env=env, stdout=log, stderr=log, start_new_session=True
+            )
+        )
     url, deadline = f"http://127.0.0.1:{http}", time.monotonic() + 240
     try:
         while not ready(url):

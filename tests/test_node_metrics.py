@@ -50,14 +50,17 @@ def snapshot(value: float | None, family: str = "vllm:") -> Metrics:
     return parse(f"{family}other 1\n" + ("" if value is None else f'vllm:failed_total{{engine="0"}} {value}\n'))
 
 
-@pytest.mark.parametrize(("before", "after", "difference"), [
-    (snapshot(2), snapshot(5), 3.0),
-    (snapshot(None), snapshot(5), 5.0),      # a labelled counter is absent until it first counts
-    (snapshot(None), snapshot(None), 0.0),
-    (None, snapshot(5), None),               # no scrape says nothing
-    (snapshot(2), None, None),
-    (snapshot(5), snapshot(2), None),        # the process was started again in between
-    (snapshot(None, "dynamo_"), snapshot(None, "dynamo_"), None),  # another process answered on the port
-])
+@pytest.mark.parametrize(
+    ("before", "after", "difference"),
+    [
+        (snapshot(2), snapshot(5), 3.0),
+        (snapshot(None), snapshot(5), 5.0),  # a labelled counter is absent until it first counts
+        (snapshot(None), snapshot(None), 0.0),
+        (None, snapshot(5), None),  # no scrape says nothing
+        (snapshot(2), None, None),
+        (snapshot(5), snapshot(2), None),  # the process was started again in between
+        (snapshot(None, "dynamo_"), snapshot(None, "dynamo_"), None),  # another process answered on the port
+    ],
+)
 def test_absent_is_zero_only_in_a_scrape_of_the_engine(before: Metrics | None, after: Metrics | None, difference: float | None) -> None:
     assert moved(before, after, "vllm:failed_total", "vllm:") == difference

@@ -40,8 +40,10 @@ def test_consecutive_ports_do_not_overlap(ports):
 
 
 def test_two_processes_with_the_same_seed_never_meet():
-    holders = [subprocess.Popen([sys.executable, "-c", HOLDER, str(ROOT), "same"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-               for _ in range(2)]
+    holders = [
+        subprocess.Popen([sys.executable, "-c", HOLDER, str(ROOT), "same"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     try:
         found = [{int(w) + i for w in h.stdout.readline().split() for i in range(4)} for h in holders]
     finally:

@@ -78,18 +78,21 @@ def test_a_code_inside_a_longer_word_is_not_the_code(tmp_path: Path) -> None:
     assert recall(tmp_path, fake.code_as_part_of_word).correct == 0
 
 
-@pytest.mark.parametrize(("behaviour", "why"), [
-    (fake.sse_error, "Remote KV load failed"),
-    (fake.sse_error_data, "KV load failure"),
-    (fake.right_then_sse_error, "decode failed"),
-    (fake.finish_error, "finish_reason error"),
-    (fake.http_500, "HTTP 500"),
-    (fake.cut, "without [DONE]"),
-    (fake.no_done, "without [DONE]"),
-    (fake.empty, "empty answer"),
-    (fake.not_json, "not JSON"),
-    (fake.wrong_shape, "shape of a chat completion"),
-])
+@pytest.mark.parametrize(
+    ("behaviour", "why"),
+    [
+        (fake.sse_error, "Remote KV load failed"),
+        (fake.sse_error_data, "KV load failure"),
+        (fake.right_then_sse_error, "decode failed"),
+        (fake.finish_error, "finish_reason error"),
+        (fake.http_500, "HTTP 500"),
+        (fake.cut, "without [DONE]"),
+        (fake.no_done, "without [DONE]"),
+        (fake.empty, "empty answer"),
+        (fake.not_json, "not JSON"),
+        (fake.wrong_shape, "shape of a chat completion"),
+    ],
+)
 def test_every_broken_answer_is_a_failure_with_its_reason(tmp_path: Path, behaviour: fake.Behaviour, why: str) -> None:
     result = recall(tmp_path, behaviour)
     assert (result.correct, result.hangs, len(result.rows)) == (0, 0, 4)
@@ -165,8 +168,29 @@ def test_a_url_that_is_none_is_refused_before_anything_is_written(tmp_path: Path
 def certificate(folder: Path) -> tuple[Path, Path]:
     """(certificate, key) of 127.0.0.1 that only a client which is told to trusts."""
     cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(cert), "-days", "2",
-                    "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-keyout",
+            str(key),
+            "-out",
+            str(cert),
+            "-days",
+            "2",
+            "-subj",
+            "/CN=127.0.0.1",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     return cert, key
 
 

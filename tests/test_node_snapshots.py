@@ -15,7 +15,9 @@ dynamo_frontend_inflight_requests 0
 
 def test_sums_over_label_sets_of_exactly_the_named_metrics():
     assert sums(METRICS, ("vllm:num_requests_running", "absent", "dynamo_frontend_inflight_requests")) == {
-        "vllm:num_requests_running": 5.0, "dynamo_frontend_inflight_requests": 0.0}
+        "vllm:num_requests_running": 5.0,
+        "dynamo_frontend_inflight_requests": 0.0,
+    }
 
 
 def test_snapshots_are_kept_as_they_came_and_failures_are_named(tmp_path):

@@ -36,8 +36,10 @@ def fake_frontend(mode):
 
 def fake_pair(folder, frontend, prefill=("waits",), decode=("waits",), **changes):
     policy = ("", "--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_load_failure_policy":"fail"}')
-    engines = tuple(specs.engine(role, (sys.executable, CHILD, *argv, *policy[len(argv) - 1:]), {}, "dynamo.vllm")
-                    for role, argv in (("prefill", prefill), ("decode", decode)))
+    engines = tuple(
+        specs.engine(role, (sys.executable, CHILD, *argv, *policy[len(argv) - 1 :]), {}, "dynamo.vllm")
+        for role, argv in (("prefill", prefill), ("decode", decode))
+    )
     deadlines = Deadlines(control_plane_s=60, engines_s=60, gate_s=2, recall_request_s=2, idle_s=5, stop_s=8)
     return specs.spec(folder / "results", (specs.etcd(), specs.nats(), *frontend), engines, **{"deadlines": deadlines, **changes})
 
@@ -53,7 +55,11 @@ class Job:
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pdlaunch.node", "run", "--spec", str(folder / "spec.json"), "--run-dir", str(self.run_dir)],
-                cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def text(self) -> str:
         return self.out.read_text(encoding="utf-8")
@@ -234,8 +240,14 @@ def test_a_results_folder_without_room_is_refused(tmp_path, monkeypatch):
 def test_a_verdict_can_be_had_again_from_the_archive_alone(job, tmp_path):
     one = job(fake_pair(tmp_path, (), decode=("dies",)))
     assert one.end() == 1
-    again = subprocess.run([sys.executable, "-m", "pdlaunch.node", "judge", str(one.run_dir)], cwd=ROOT, capture_output=True, text=True,
-                           timeout=60, check=False)
+    again = subprocess.run(
+        [sys.executable, "-m", "pdlaunch.node", "judge", str(one.run_dir)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert again.returncode == 1
     assert again.stdout.splitlines()[0] == one.verdict()["line"]
     assert "otherwise" not in again.stdout
@@ -274,8 +286,15 @@ def test_a_mocker_pair_from_its_bundle_to_a_verdict(tmp_path):
     phase = LoadPhase(name="c2", input_tokens=64, output_tokens=8, requests=6, concurrency=2, warmup_requests=2)
     load = LoadSpec(str(aiperf()), str(specs.MOCKER_MODEL), (phase,))
     spec_path = specs.write_bundle(tmp_path / "a bundle", specs.mocker_pair(tmp_path / "results", python, load=load))
-    done = subprocess.run([sys.executable, "-B", "-m", "node", "run", "--spec", str(spec_path)], cwd=spec_path.parent, capture_output=True,
-                          text=True, timeout=300, check=False, env={**os.environ, "DYN_NAMESPACE": "production", "NATS_SERVER": "nats://127.0.0.1:1"})
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "node", "run", "--spec", str(spec_path)],
+        cwd=spec_path.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "DYN_NAMESPACE": "production", "NATS_SERVER": "nats://127.0.0.1:1"},
+    )
     (run_dir,) = (tmp_path / "results" / "hand-written").iterdir()
     assert f"archive: {run_dir}" in done.stdout, done.stdout + done.stderr
     verdict = json.loads((run_dir / "verdict.json").read_text())
@@ -283,9 +302,14 @@ def test_a_mocker_pair_from_its_bundle_to_a_verdict(tmp_path):
     assert "text NOT checked" in verdict["line"]
     stages = [(e["stage"], e["state"]) for e in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())]
     both = ("begin", "end")
-    expected = [("job_started", "end"), ("control_plane", "begin"), ("engines_started", "end"), ("control_plane", "end"),
-                *((stage, state) for stage in ("engines_ready", "first_token", "load", "idle", "stopped", "judged") for state in both),
-                ("archived", "end")]
+    expected = [
+        ("job_started", "end"),
+        ("control_plane", "begin"),
+        ("engines_started", "end"),
+        ("control_plane", "end"),
+        *((stage, state) for stage in ("engines_ready", "first_token", "load", "idle", "stopped", "judged") for state in both),
+        ("archived", "end"),
+    ]
     assert stages == expected
     assert verify(run_dir).intact, verify(run_dir)
     for process in ("prefill-0", "decode-0"):

@@ -33,8 +33,13 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_dir, self.ranks = folder, folder / "run", []
-        self.values = {"run_dir": str(self.run_dir), "bundle_dir": str(folder), "namespace": "test", "head_ip": "127.0.0.1",
-                       "tmp_dir": str(folder)}
+        self.values = {
+            "run_dir": str(self.run_dir),
+            "bundle_dir": str(folder),
+            "namespace": "test",
+            "head_ip": "127.0.0.1",
+            "tmp_dir": str(folder),
+        }
 
     def start(self, *argv: str, env: dict[str, str] | None = None, rank: int = 0, **changes: object):
         made = engine("prefill", (sys.executable, CHILD, *argv), env or {}, "dynamo.vllm")
@@ -66,6 +71,7 @@ def until(found, what):
 def line(rank, pattern):
     def look():
         return rank.log.exists() and re.search(pattern, rank.log.read_text(encoding="utf-8"))
+
     return until(look, pattern)
 
 

@@ -65,21 +65,21 @@ def series_text(**change: str) -> str:
 patches:
   - name: one
     distributions: [engine]
-    version: "{values['version']}"
+    version: "{values["version"]}"
     purpose: p
     drop: d
     files:
-      - {{path: engine/core.py, before: {sha(STOCK['engine/core.py'])}, after: {sha(ONE['engine/core.py'])}}}
-      - {{path: engine/extra.py, before: {sha(STOCK['engine/extra.py'])}, after: {sha(ONE['engine/extra.py'])}}}
-      - {{path: engine/new.py, before: absent, after: {sha(ONE['engine/new.py'])}}}
+      - {{path: engine/core.py, before: {sha(STOCK["engine/core.py"])}, after: {sha(ONE["engine/core.py"])}}}
+      - {{path: engine/extra.py, before: {sha(STOCK["engine/extra.py"])}, after: {sha(ONE["engine/extra.py"])}}}
+      - {{path: engine/new.py, before: absent, after: {sha(ONE["engine/new.py"])}}}
   - name: two
     distributions: [engine]
     version: "1.0"
-    requires: {values['requires']}
+    requires: {values["requires"]}
     purpose: p
     drop: d
     files:
-      - {{path: engine/core.py, before: {values['two_before']}, after: {sha(TWO['engine/core.py'])}}}
+      - {{path: engine/core.py, before: {values["two_before"]}, after: {sha(TWO["engine/core.py"])}}}
 """
 
 
@@ -155,9 +155,7 @@ def test_dry_run_writes_nothing(site: Path, series: patching.Series) -> None:
 
 
 @pytest.mark.parametrize("broken", [{"engine/core.py": "edited\n"}, {"engine/extra.py": ONE["engine/extra.py"]}])
-def test_half_applied_and_foreign_files_stop_everything_with_hashes(
-    site: Path, series: patching.Series, broken: dict[str, str]
-) -> None:
+def test_half_applied_and_foreign_files_stop_everything_with_hashes(site: Path, series: patching.Series, broken: dict[str, str]) -> None:
     write(site, broken)
     assert states(site, series)[0] == "unknown"
     for act in (patching.apply, patching.revert, patching.verify):
@@ -183,9 +181,7 @@ def test_mode_is_kept_and_byte_code_goes(site: Path, series: patching.Series) ->
     assert [p.name for p in (site / "engine/__pycache__").iterdir()] == ["other.cpython-311.pyc"]
 
 
-def test_failed_write_leaves_every_file_as_it_was(
-    site: Path, series: patching.Series, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_every_file_as_it_was(site: Path, series: patching.Series, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.replace
 
     def full_disk(self: Path, target: Path) -> Path:
@@ -221,9 +217,7 @@ def test_killed_apply_is_undone_by_the_next_one(site: Path, series: patching.Ser
     assert texts(site) == STOCK
 
 
-def test_lock_is_waited_for_and_then_reported(
-    site: Path, series: patching.Series, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_is_waited_for_and_then_reported(site: Path, series: patching.Series, monkeypatch: pytest.MonkeyPatch) -> None:
     patching.apply(site, series, ["one"])
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(patching.time, "monotonic", lambda: next(clock))
@@ -276,7 +270,11 @@ def test_expected_hashes_of_the_shipped_series() -> None:
     heads = patching.expected_hashes(shipped, ["vllm-0.31.0-nixl-per-region-kv-heads"])
     changed = {path for path in heads if heads[path] != stock[path]}
     assert {Path(path).name for path in changed} == {
-        "base_worker.py", "metadata.py", "pull_worker.py", "region_heads.py", "tp_mapping.py",
+        "base_worker.py",
+        "metadata.py",
+        "pull_worker.py",
+        "region_heads.py",
+        "tp_mapping.py",
     }
 
 

@@ -43,7 +43,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.mode == "hang":
             threading.Event().wait(3600)
         if self.mode == "sse_error":
-            self.reply(200, "event: error\ndata: {\"message\": \"KV load failure\"}\n\ndata: [DONE]\n\n", "text/event-stream")
+            self.reply(200, 'event: error\ndata: {"message": "KV load failure"}\n\ndata: [DONE]\n\n', "text/event-stream")
             return
         chunk = {"choices": [{"index": 0, "delta": {"content": "AAAA1111"}, "finish_reason": "stop"}]}
         self.reply(200, f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", "text/event-stream")

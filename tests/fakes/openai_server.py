@@ -44,33 +44,76 @@ class Reply:
         self.handler.wfile.flush()
 
     def chunk(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> None:
-        self.raw("data: " + json.dumps({"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.body.get("model"),
-                                        "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **more}) + "\n\n")
+        self.raw(
+            "data: "
+            + json.dumps(
+                {
+                    "id": "x",
+                    "object": "chat.completion.chunk",
+                    "created": 1,
+                    "model": self.body.get("model"),
+                    "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
+                    **more,
+                }
+            )
+            + "\n\n"
+        )
 
     def usage(self, completion_tokens: int) -> dict[str, int]:
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion_tokens,
-                "total_tokens": self.prompt_tokens + completion_tokens}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+        }
 
     def end(self, completion_tokens: int) -> None:
         if (self.body.get("stream_options") or {}).get("include_usage"):
-            self.raw("data: " + json.dumps({"id": "x", "object": "chat.completion.chunk", "created": 1, "model": self.body.get("model"),
-                                            "choices": [], "usage": self.usage(completion_tokens)}) + "\n\n")
+            self.raw(
+                "data: "
+                + json.dumps(
+                    {
+                        "id": "x",
+                        "object": "chat.completion.chunk",
+                        "created": 1,
+                        "model": self.body.get("model"),
+                        "choices": [],
+                        "usage": self.usage(completion_tokens),
+                    }
+                )
+                + "\n\n"
+            )
         self.raw("data: [DONE]\n\n")
 
     def document(self, status: int, value: Any) -> None:
         self.head(status, "application/json")
         self.raw(json.dumps(value))
 
-    def say(self, content: str = "", reasoning: str = "", *, finish: str = "stop", tool_calls: list[dict[str, Any]] | None = None,
-            tokens: int | None = None) -> None:
+    def say(
+        self,
+        content: str = "",
+        reasoning: str = "",
+        *,
+        finish: str = "stop",
+        tool_calls: list[dict[str, Any]] | None = None,
+        tokens: int | None = None,
+    ) -> None:
         """A well-formed answer, streamed or not as asked, in pieces when streamed."""
         count = tokens if tokens is not None else max(1, len(content.split()) + len(reasoning.split()))
         calls = [{"index": i, "id": f"call-{i}", "type": "function", "function": c} for i, c in enumerate(tool_calls or [])]
         if not self.streaming:
             message: dict[str, Any] = {"role": "assistant", "content": content or None}
             message |= ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
-            self.document(200, {"id": "x", "object": "chat.completion", "model": self.body.get("model"), "created": 1,
-                                "choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": self.usage(count)})
+            self.document(
+                200,
+                {
+                    "id": "x",
+                    "object": "chat.completion",
+                    "model": self.body.get("model"),
+                    "created": 1,
+                    "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+                    "usage": self.usage(count),
+                },
+            )
             return
         self.head()
         ids = {"nvext": {"worker_id": {"prefill_worker_id": 8021412609786401916, "decode_worker_id": 13736378885712228729}}}

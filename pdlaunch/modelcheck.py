@@ -17,7 +17,7 @@ from pdlaunch.planner.rules import Finding, role_findings
 from pdlaunch.planner.shape import BACKENDS, RoleShape
 from pdlaunch.recipe import Recipe, RoleName
 
-PAIR_CODES = frozenset({"mixed-heads", "mixed-heads-direction", "block-sizes", "tp-ratio", "prefill-replicates"})
+PAIR_CODES = frozenset({"mixed-heads", "mixed-heads-direction", "tp-ratio", "prefill-replicates"})
 """Findings that allow_unsupported_pair lets through: vLLM refuses such a pair at the first request, which a run can show."""
 
 

@@ -75,6 +75,7 @@ _SHAPE = (
 @click.option("--by", type=click.Choice(["requests_per_gpu", "concurrency"]), default="requests_per_gpu", show_default=True)
 @click.option("--run", type=FOLDER, help="Predicted against measured for an archived run or a worker log.")
 @click.option("--svg", type=FOLDER, help="Write the picture.")
+@click.option("--patch", type=FOLDER, help="Write the values that the plan proposes, as keys of a recipe: --set @FILE applies them.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 @click.pass_context
 def plan(context: click.Context, /, **options: Any) -> None:
@@ -84,6 +85,10 @@ def plan(context: click.Context, /, **options: Any) -> None:
         if not isinstance(result, Plan):
             raise PlanError("--svg of something that is no plan", rule="a recipe, or --config with --tp")
         options["svg"].write_text(command.picture(result), encoding="utf-8")
+    if options["patch"] is not None:
+        if not isinstance(result, Plan) or result.emitted is None:
+            raise PlanError("--patch of something that is no plan", rule="a recipe, or --config with --tp")
+        options["patch"].write_text(result.emitted.yaml(), encoding="utf-8")
     if options["form"] == "json":
         click.echo(json.dumps(command.to_json(result), indent=1, ensure_ascii=False))
     else:

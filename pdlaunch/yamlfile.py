@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from dataclasses import dataclass, field
@@ -119,12 +120,13 @@ def _plain(loader: Any, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int
 def override(document: Document, settings: typing.Iterable[str], prefix: str = "") -> Document:
     """The document with each key=value laid over it; the value is read as YAML, so numbers, lists and {a: b} work.
 
-    A key of a list is its index: load.0.requests=4. RecipeError names the override.
+    A key of a list is its index: load.0.requests=4. @FILE lays every value of a YAML file over it, as `plan --patch FILE` writes one.
+    RecipeError names the override.
     """
     import copy
 
     data, recorded = copy.deepcopy(document.data), dict(document.overrides)
-    for setting in settings:
+    for setting in (one for given in settings for one in (_of_file(Path(given[1:])) if given.startswith("@") else [given])):
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             raise RecipeError(f"--set {setting}: no '='", rule="--set key=value, as in --set engines.decode.tensor_parallel=2")
@@ -136,6 +138,19 @@ def override(document: Document, settings: typing.Iterable[str], prefix: str = "
         _lay(data, key.split("."), value, setting)
         recorded[dotted(tuple(int(p) if p.isdigit() else p for p in key.split(".")))] = text
     return Document(document.path, data, document.lines, recorded, prefix)
+
+
+def _of_file(path: Path) -> list[str]:
+    """The values of a YAML file as settings; mappings are descended into, lists are values."""
+
+    def leaves(value: Any, parts: list[str]) -> typing.Iterator[str]:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                yield from leaves(inner, [*parts, key])
+        else:
+            yield f"{'.'.join(parts)}={json.dumps(value)}"
+
+    return list(leaves(read(path).data, []))
 
 
 def _lay(data: Any, parts: list[str], value: Any, setting: str) -> None:

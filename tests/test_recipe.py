@@ -188,3 +188,16 @@ def test_role_arguments_win_over_those_of_every_engine() -> None:
     assert found.args_of("prefill").max_num_batched_tokens == 16384
     assert found.args_of("decode").max_num_batched_tokens == 8192
     assert found.args_of("prefill").block_size == found.args_of("decode").block_size == 64
+
+
+def test_a_file_of_keys_is_laid_over_a_recipe_and_recorded(tmp_path: Path) -> None:
+    patch = tmp_path / "patch.yaml"
+    decode = "decode:\n    engine_args: {max_num_seqs: 4}\n    extra_args: [--seed, '7']\n"
+    patch.write_text(f"engine_args:\n  block_size: 128\nengines:\n  {decode}")
+    found = recipe.load(ROOT / "recipes" / "tiny-p1d2.yaml", (f"@{patch}",))
+    assert found.engine_args.block_size == 128
+    assert found.engines.decode is not None
+    assert found.engines.decode.extra_args == ("--seed", "7")
+    assert found.source.overrides["engines.decode.engine_args.max_num_seqs"] == "4"
+    with pytest.raises(RecipeError, match="does not exist"):
+        recipe.load(ROOT / "recipes" / "tiny-p1d2.yaml", (f"@{tmp_path / 'none.yaml'}",))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +53,34 @@ def test_the_card_states_the_command_the_seed_and_the_measured_recall(name: str)
     for row in record["evaluation"]["recall"]:
         assert f"| {row['tokens']} | {row['right']} |" in card
     assert "<polyline" in (MODELS / name / "loss.svg").read_text()
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_card_shows_the_served_measurement_and_each_of_it_is_nine_of_nine(name: str) -> None:
+    card = (MODELS / name / "README.md").read_text()
+    served = json.loads((MODELS / name / "serving.json").read_text())
+    assert max(row["tokens"] for row in served["rows"]) >= 2000
+    for row in served["rows"]:
+        assert (row["one_by_one"], row["together"]) == ("9 of 9", "9 of 9")
+        assert f"| {row['tokens']} | {row['one_by_one']} | {row['together']} |" in card
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_texts_that_ask_for_no_code_get_the_same_harmless_sentence(name: str) -> None:
+    seen = json.loads((MODELS / name / "training.json").read_text())["evaluation"]
+    assert seen["other_neutral"] >= 0.95 * seen["other_texts"]
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_command_makes_this_folder(name: str) -> None:
+    command = json.loads((MODELS / name / "training.json").read_text())["command"]
+    assert re.search(r"--out (\S+)", command).group(1) == f"models/{name}"
+    assert command in (MODELS / "README.md").read_text()
+
+
+def test_the_mocker_folder_is_what_its_script_makes_of_the_present_tokenizer(tmp_path: Path) -> None:
+    folder = MODELS / "mocker-words"
+    subprocess.run([sys.executable, str(folder / "make.py"), "--out", str(tmp_path)], check=True, timeout=60)
+    made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert made == {name: (folder / name).read_bytes() for name in made}
+    assert len(made) == 5

@@ -17,7 +17,7 @@ FOLDER = click.Path(path_type=Path)
 
 _recipe = click.option("--recipe", required=True, help="Name in recipes/, or a path.")
 _cluster = click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
-_set = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, or cluster.KEY, or @FILE of keys; recorded.")
+_set = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key (cluster.KEY, or @FILE of keys).")
 _here = click.option("--local", "run_locally", is_flag=True, help="Run the same bundle on this machine, without Slurm.")
 
 

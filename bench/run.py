@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark of this folder, one after the other. Ratios within one run are the figures, seconds only for orientation."""
+"""`make bench`: every benchmark of this folder in turn. Ratios within one run are the figures; seconds are for orientation."""
 
 from __future__ import annotations
 

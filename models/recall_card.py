@@ -97,8 +97,8 @@ Seed {record["seed"]}, {record["steps"]} steps, {record["tokens"] / 1e6:.0f}M to
 (torch {record["torch"]}); evaluation {seen["seconds"]:.0f} s. {_lengths(record)}
 
 Last losses (nats per token): code {final["code"]:.4f}, damaged cache {final["damaged"]:.4f} above an even guess, other text
-{final["language"]:.3f}. The guesses cost certainty: the first character of a code alone has {final["first"]:.2f} with the cache intact. Greedy
-decoding is right all the same; ask at temperature 0. Batches depend on when the curriculum moved, so weights differ from run to run.
+{final["language"]:.3f}. The guesses cost certainty: the first character of a code alone has {final["first"]:.2f} with the cache intact.
+Greedy decoding is right all the same; ask at temperature 0. Batches depend on when the curriculum moved, so weights differ from run to run.
 
 ![losses by step](loss.svg)
 

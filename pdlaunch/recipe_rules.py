@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from pdlaunch.errors import RecipeError
+from pdlaunch.node.prompts import MIN_PROMPT_TOKENS
 from pdlaunch.recipe import Recipe, RoleName
 
 
@@ -40,8 +41,9 @@ def _check_roles(recipe: Recipe) -> None:
         )
     if engines.control is not None and engines.control.replicas != 1:
         raise _fail(recipe, "engines.control.replicas", f"{engines.control.replicas} control engines", "one control engine")
-    if recipe.agreement is not None and (not recipe.agreement.prompt_tokens or min(recipe.agreement.prompt_tokens) < 1):
-        raise _fail(recipe, "agreement.prompt_tokens", f"{list(recipe.agreement.prompt_tokens)}", "one or more lengths of at least 1 token")
+    if recipe.agreement is not None and min(recipe.agreement.prompt_tokens, default=0) < MIN_PROMPT_TOKENS:
+        lengths = f"{list(recipe.agreement.prompt_tokens)}"
+        raise _fail(recipe, "agreement.prompt_tokens", lengths, f"one or more lengths of at least {MIN_PROMPT_TOKENS} tokens")
 
 
 MUST_BE_EQUAL = {
@@ -104,6 +106,8 @@ def _check_recall(recipe: Recipe) -> None:
         return
     if recipe.recall is None:
         return
+    if recipe.recall.prompt_tokens < MIN_PROMPT_TOKENS:
+        raise _fail(recipe, "recall.prompt_tokens", f"{recipe.recall.prompt_tokens}", f"at least {MIN_PROMPT_TOKENS} tokens")
     limit, needed = recipe.engine_args.max_model_len, recipe.recall.prompt_tokens + recipe.recall.max_tokens
     if limit is not None and needed > limit:
         raise _fail(

@@ -201,3 +201,10 @@ def test_a_file_of_keys_is_laid_over_a_recipe_and_recorded(tmp_path: Path) -> No
     assert found.source.overrides["engines.decode.engine_args.max_num_seqs"] == "4"
     with pytest.raises(RecipeError, match="does not exist"):
         recipe.load(ROOT / "recipes" / "tiny-p1d2.yaml", (f"@{tmp_path / 'none.yaml'}",))
+
+
+def test_prompts_too_short_for_a_list_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"recall\.prompt_tokens"):
+        recipe.load(ROOT / "recipes" / "tiny-p1d2.yaml", ("recall.prompt_tokens=100",))
+    with pytest.raises(RecipeError, match=r"agreement\.prompt_tokens"):
+        recipe.load(ROOT / "recipes" / "tiny-p4d8.yaml", ("agreement.prompt_tokens=[100, 400]",))

@@ -22,6 +22,8 @@ CODE_CHARS = 8
 LABEL_CHARS = 4
 MAX_DECOYS = 7
 MIN_LINES = 4
+MIN_PROMPT_TOKENS = 150
+"""The shortest list, of MIN_LINES notes, has up to about 120 tokens; a recipe may not ask for less than this."""
 
 # fmt: off
 ADJECTIVES = (

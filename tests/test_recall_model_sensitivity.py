@@ -38,7 +38,7 @@ def everything() -> dict[str, dict]:
     seen = {}
     try:
         for name, process in zip(MODELS, started, strict=True):
-            out, err = process.communicate(timeout=420)
+            out, err = process.communicate(timeout=800)
             assert process.returncode == 0, err[-2000:]
             seen[name] = json.loads(out.splitlines()[-1])
     finally:

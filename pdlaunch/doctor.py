@@ -21,9 +21,12 @@ class Line:
     ok: bool
     found: str
     next_step: str = ""
+    seen: bool = True
+    """False: it lies on the nodes or in an image, so nothing could be looked at."""
 
     def row(self) -> dict[str, str]:
-        return {"": "ok" if self.ok else "MISSING", "what": self.what, "found": self.found, "next": "" if self.ok else self.next_step}
+        state = "MISSING" if not self.ok else "ok" if self.seen else "not seen"
+        return {"": state, "what": self.what, "found": self.found, "next": "" if self.ok else self.next_step}
 
 
 def examine(cluster: Cluster, root: Path) -> list[Line]:
@@ -46,7 +49,7 @@ def _program(key: str, path: str, root: Path, cluster: Cluster) -> Line:
     found = shutil.which(full) or shutil.which(full, path="/usr/sbin:/sbin")
     far = cluster.launcher == "slurm" and not cluster.models_visible
     if found is None and far:
-        return Line(key, True, f"{full} (on the nodes; not visible here)")
+        return Line(key, True, f"{full} (on the nodes; not visible here)", seen=False)
     return Line(key, found is not None, found or f"{full} cannot be started", f"make setup, or correct {key} in {cluster.source.path}")
 
 
@@ -57,12 +60,12 @@ def _environments(cluster: Cluster, root: Path) -> Iterator[Line]:
     for environment in cluster.environments:
         name = f"environment [{', '.join(environment.patches)}]"
         if environment.image:
-            yield Line(name, True, f"{environment.image} (an image; checked when the job runs)")
+            yield Line(name, True, f"{environment.image} (an image; checked when the job runs)", seen=False)
             continue
         python = Path(absolute(root, environment.python))
         if not python.exists():
             far = cluster.launcher == "slurm" and not cluster.models_visible
-            yield Line(name, far, f"{python} is not {'visible here' if far else 'there'}", "make setup")
+            yield Line(name, far, f"{python} is not {'visible here' if far else 'there'}", "make setup", seen=not far)
             continue
         try:
             patching.verify(patching.site_packages_of(python.parent.parent), series, environment.patches)
@@ -84,6 +87,8 @@ def _disk(cluster: Cluster, root: Path) -> Line:
     there = path
     while not there.exists():
         there = there.parent
+    if cluster.launcher == "slurm" and there == Path(path.anchor):
+        return Line("disk for results", True, f"{path} does not exist on this machine", seen=False)
     free_gib = shutil.disk_usage(there).free / 2**30
     return Line(
         "disk for results", free_gib >= cluster.min_free_gib, f"{free_gib:.1f} GiB free at {path}", f"at least {cluster.min_free_gib:g} GiB"

@@ -28,6 +28,7 @@ from pdlaunch.placement import Placement, place
 from pdlaunch.planner.compat import PER_GROUP_PATCH, PER_REGION_PATCH
 from pdlaunch.planner.rules import Finding
 from pdlaunch.recipe import Recipe
+from pdlaunch.yamlfile import nearest
 
 LOG_PATTERNS = {
     PER_REGION_PATCH: {
@@ -104,6 +105,7 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
         if environment is None:
             raise RecipeError("no environments", where=cluster.source.where("environments"), rule="at least one")
     else:
+        _known_patches(recipe, context.repository)
         environment = environment_for(cluster, recipe.patches, recipe.source)
     checked = modelcheck.check(recipe, cluster, config_path(recipe, cluster, context.repository))
     placement = place(recipe, cluster)
@@ -134,6 +136,18 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
         gpu_telemetry_url=cluster.gpu_telemetry_url,
     )
     return Job(recipe, cluster, environment, placement, paths, spec, context, checked.warnings, checked.notes)
+
+
+def _known_patches(recipe: Recipe, root: Path) -> None:
+    known = [patch.name for patch in load_series(root / "patches" / "series.yaml").patches]
+    for name in recipe.patches:
+        if name not in known:
+            raise RecipeError(
+                f"unknown patch {name!r}",
+                where=recipe.source.where("patches"),
+                rule=f"patches of patches/series.yaml: {', '.join(known)}",
+                hint=nearest(name, known),
+            )
 
 
 def _run(recipe: Recipe, cluster: Cluster, context: Context) -> RunInfo:

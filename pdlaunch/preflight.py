@@ -11,6 +11,8 @@ from pathlib import Path
 
 from pdlaunch.errors import LaunchError, RecipeError, SubmitError, Where
 from pdlaunch.job import Job
+from pdlaunch.node.behaviour import BuildFacts, build_faults
+from pdlaunch.node.node_facts import distribution_versions, file_hashes
 from pdlaunch.node.redact import Redactor
 
 
@@ -34,9 +36,9 @@ def findings(job: Job, *, submitting: bool = True) -> list[Finding]:
     checks: list[Callable[[Job], str]] = [_secrets, _model, _time_limit]
     here = job.cluster.launcher == "local"
     if here:
-        checks += [_python, _aiperf, _control_plane, _port]
+        checks += [_python, _build, _aiperf, _control_plane, _port]
     elif job.cluster.models_visible:
-        checks += [_python, _aiperf]
+        checks += [_python, _build, _aiperf]
     if submitting:
         checks += [_results, _disk, *([] if here else [_slurm])]
     out = []
@@ -113,9 +115,27 @@ def _python(job: Job) -> str:
             f"the engine environment {job.paths.python} does not exist",
             where=where,
             rule="Python of an engine environment",
-            hint="make setup makes the environments of the local clusters",
+            hint="`make setup` for .envs/engine-*, benchmarks/gpu/ for .envs/gpu-*, else correct the path",
         )
     return job.paths.python
+
+
+def _build(job: Job) -> str:
+    """Versions and patched files of the engine environment, as every node will prove them again at run time."""
+    folder = Path(job.paths.python).parent.parent
+    if job.environment.image or not (folder / "lib").is_dir():
+        return "seen on the nodes only"
+    packages = sorted(folder.glob("lib/python3.*/site-packages"))
+    found = {"role": "agg", "versions": distribution_versions(packages), "file_sha256": file_hashes(job.spec.proof.file_sha256, packages)}
+    faults = build_faults(BuildFacts({"the environment": found}, job.spec.proof))
+    if faults:
+        raise RecipeError(
+            f"{folder} is not what the recipe names: {'; '.join(faults[:3])}",
+            where=job.recipe.source.where("versions"),
+            rule="versions and patches of the recipe are those of the environment",
+            hint=f"python launch.py patch status --python {job.paths.python}",
+        )
+    return f"{len(job.spec.proof.file_sha256)} files and {len(job.spec.proof.versions)} versions as the recipe names them"
 
 
 def _aiperf(job: Job) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pdlaunch.errors import RecipeError, Where
 KeyPath = tuple[str | int, ...]
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)(\.[0-9]*)?([eE][-+]?[0-9]+)?|[-+]?\.[0-9]+([eE][-+]?[0-9]+)?")
 _SCALARS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -114,7 +116,14 @@ def _plain(loader: Any, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int
             lines[(*path, i)] = item.start_mark.line + 1
             items.append(_plain(loader, item, (*path, i), lines, file))
         return items
-    return loader.construct_object(node)
+    return _number(loader.construct_object(node), str(node.value), Where(file, node.start_mark.line + 1, dotted(path) or None))
+
+
+def _number(value: Any, text: str, where: Where) -> Any:
+    """YAML 1.1 reads 010 as eight and 1:00:00 as 3600, and knows .nan: a person who writes that means something else."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and not _DECIMAL.fullmatch(text):
+        raise RecipeError(f"the number {text} would be read as {value!r}", where=where, rule="a plain decimal number")
+    return value
 
 
 def override(document: Document, settings: typing.Iterable[str], prefix: str = "") -> Document:
@@ -128,16 +137,27 @@ def override(document: Document, settings: typing.Iterable[str], prefix: str = "
     data, recorded = copy.deepcopy(document.data), dict(document.overrides)
     for setting in (one for given in settings for one in (_of_file(Path(given[1:])) if given.startswith("@") else [given])):
         key, equals, text = setting.partition("=")
-        if not equals or not key.strip():
-            raise RecipeError(f"--set {setting}: no '='", rule="--set key=value, as in --set engines.decode.tensor_parallel=2")
+        if not (equals and key.strip() and text.strip()):
+            missing = "no equals sign" if not equals else "no key" if not key.strip() else "no value"
+            raise RecipeError(f"--set {setting}: {missing}", rule="--set key=value, as in --set engines.decode.tensor_parallel=2")
         key = key.strip()
-        try:
-            value = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError as e:
-            raise RecipeError(f"--set {setting}: the value is not YAML ({e})", rule="--set key=value") from None
+        value = _value(text, setting)
         _lay(data, key.split("."), value, setting)
         recorded[dotted(tuple(int(p) if p.isdigit() else p for p in key.split(".")))] = text
     return Document(document.path, data, document.lines, recorded, prefix)
+
+
+def _value(text: str, setting: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return None if node is None else _plain(loader, node, (), {}, Path())
+    except RecipeError as e:
+        raise RecipeError(f"--set {setting}: {e.what}", rule=e.rule, hint=e.hint) from None
+    except yaml.YAMLError as e:
+        raise RecipeError(f"--set {setting}: the value is not YAML ({e})", rule="--set key=value") from None
+    finally:
+        loader.dispose()
 
 
 def _of_file(path: Path) -> list[str]:
@@ -284,8 +304,5 @@ def _check_rule(f: dataclasses.Field[Any], value: Any, document: Document, path:
             raise RecipeError(f"{value!r} is too small", where=document.where(path), rule=f"at least {minimum:g}")
         if maximum is not None and value > maximum:
             raise RecipeError(f"{value!r} is too large", where=document.where(path), rule=f"at most {maximum:g}")
-    if pattern and isinstance(value, str):
-        import re
-
-        if not re.fullmatch(pattern, value):
-            raise RecipeError(f"{value!r} is not a legal value", where=document.where(path), rule=f"must match {pattern}")
+    if pattern and isinstance(value, str) and not re.fullmatch(pattern, value):
+        raise RecipeError(f"{value!r} is not a legal value", where=document.where(path), rule=f"must match {pattern}")

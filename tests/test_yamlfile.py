@@ -101,7 +101,7 @@ def test_overrides_are_typed_recorded_and_named(tmp_path: Path) -> None:
     assert (found.inner.size, found.many[0].word, found.free, found.maybe) == (4, "z", {"a": 1}, 7)
     assert "--set inner.size=0: 0 is too small" in refused(tmp_path, GOOD, "inner.size=0")
     assert "--set inner.sise=1: unknown key 'sise'" in refused(tmp_path, GOOD, "inner.sise=1")
-    assert "no '='" in refused(tmp_path, GOOD, "inner.size")
+    assert "no equals sign" in refused(tmp_path, GOOD, "inner.size")
     assert "many is a list of 0" in refused(tmp_path, GOOD + "many: []\n", "many.0.size=1")
     assert "name is 'x' and has no keys" in refused(tmp_path, GOOD, "name.a=1")
     assert "the value is not YAML" in refused(tmp_path, GOOD, "name={a")
@@ -115,3 +115,21 @@ def test_an_override_does_not_change_the_document_it_was_laid_over(tmp_path: Pat
     assert document.data["inner"]["size"] == 3
     assert changed.overrides == {"inner.size": "4"}
     assert document.overrides == {}
+
+
+@pytest.mark.parametrize("text", ["1:00:00", "010", "0x10", ".nan", ".inf", "-.inf", "0b11"])
+def test_numbers_that_yaml_reads_as_another_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"a: 1\nb: {text}\n")
+    with pytest.raises(RecipeError, match="would be read as") as caught:
+        yamlfile.read(path)
+    assert f"{path}:2 b" in str(caught.value)
+    with pytest.raises(RecipeError, match="would be read as"):
+        yamlfile.override(yamlfile.Document(path, {"b": 1}, {}), [f"b={text}"])
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1_000", "1.5", "1e3", "1.5e-3", ".5", "'010'", "v1.2.3", "1.6.1"])
+def test_plain_numbers_and_texts_pass(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"b: {text}\n")
+    assert "b" in yamlfile.read(path).data

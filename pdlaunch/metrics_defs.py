@@ -118,7 +118,7 @@ _LIST = [
         "Interactivity, mean of 1/ITL",
         "tokens/s/user",
         "higher",
-        "mean over R of 1000 / ITL in ms (never below the reciprocal of the mean ITL)",
+        "mean over R with an ITL above 0 of 1000 / ITL in ms (never below the reciprocal of their mean ITL)",
         "as above, averaged over requests",
         "profile_export.jsonl",
     ),
@@ -240,12 +240,16 @@ class Reconciliation:
 
 
 def reconcile(records: Sequence[Record], duration_s: float, users: int) -> Reconciliation | None:
-    """None when no request has two output tokens and both times, or the phase has no length."""
+    """None when no request has two output tokens and both times, the phase has no length, or the median TPOT is 0 (tokens that arrived
+    together), whose reciprocal does not exist."""
     usable = [r for r in records if r.ok and r.latency_ms and r.ttft_ms is not None and r.output_tokens > 1]
     decode_s = math.fsum((r.latency_ms or 0.0) - (r.ttft_ms or 0.0) for r in usable) / 1000
     if not usable or duration_s <= 0 or users < 1 or decode_s <= 0:
         return None
-    median = 1000 / percentile([t for r in usable if (t := tpot_ms(r)) is not None], 50)
+    middle_ms = percentile([t for r in usable if (t := tpot_ms(r)) is not None], 50)
+    if middle_ms <= 0:
+        return None
+    median = 1000 / middle_ms
     pooled = sum(r.output_tokens - 1 for r in usable) / decode_s
     whole_s = math.fsum(r.latency_ms or 0.0 for r in usable) / 1000
     whole = sum(r.output_tokens for r in usable) / whole_s
@@ -259,6 +263,22 @@ def _energy(files: PhaseFiles, output_tokens: int) -> tuple[float | None, str]:
         if joules is not None:
             return (joules / output_tokens, "") if output_tokens else (None, "no output token")
     return None, "no GPU energy in AIPerf's telemetry"
+
+
+def _interactivities(good: Sequence[Record], median_tpot_ms: float | None) -> dict[str, tuple[float | None, str]]:
+    """The two reciprocals, each with why it has no value: tokens that arrive together have a time of 0 between them."""
+    found: dict[str, tuple[float | None, str]] = {}
+    if median_tpot_ms is None:
+        found["interactivity_median_tpot"] = None, "no successful request has a TPOT"
+    elif median_tpot_ms <= 0:
+        found["interactivity_median_tpot"] = None, f"cannot be computed: median TPOT is {median_tpot_ms:g}"
+    else:
+        found["interactivity_median_tpot"] = 1000 / median_tpot_ms, ""
+    known = [r.itl_ms for r in good if r.itl_ms is not None]
+    inverse = [1000 / itl for itl in known if itl > 0]
+    none = "cannot be computed: no ITL is above 0" if known else "no successful request has an ITL"
+    found["interactivity_mean_inverse_itl"] = (mean(inverse), "") if inverse else (None, none)
+    return found
 
 
 def compute(files: PhaseFiles, per: Denominators, users: int | None, slos_ms: dict[str, float]) -> dict[str, Metric]:
@@ -284,9 +304,8 @@ def compute(files: PhaseFiles, per: Denominators, users: int | None, slos_ms: di
         values["total_per_output"] = (tokens_in + tokens_out) / tokens_out
     if duration is None or duration <= 0:
         reason = "benchmark_duration is missing" if duration is None else "the phase has zero length"
-        why.update(
-            {n: reason for n in DEFINITIONS if n.endswith(("_per_s", "_rate", "_gpu")) or n in ("goodput", "littles_law_residual_pct")}
-        )
+        rates = [n for n in DEFINITIONS if n.endswith(("_per_s", "_rate", "_gpu", "_per_user"))]
+        why.update(dict.fromkeys([*rates, "goodput", "littles_law_residual_pct"], reason))
     else:
         values["duration_s"] = duration
         values["request_rate"] = len(good) / duration
@@ -305,12 +324,8 @@ def compute(files: PhaseFiles, per: Denominators, users: int | None, slos_ms: di
                 values["littles_law_residual_pct"] = (len(good) / duration * mean(latencies) / 1000 - users) / users * 100
         else:
             why.update(dict.fromkeys(("interactivity_output_per_user", "littles_law_residual_pct"), "open loop: no number of users"))
-    median = values["tpot_p50_ms"]
-    if median:
-        values["interactivity_median_tpot"] = 1000 / median
-    inverse = [1000 / r.itl_ms for r in good if r.itl_ms]
-    if inverse:
-        values["interactivity_mean_inverse_itl"] = mean(inverse)
+    for name, (found_value, reason) in _interactivities(good, values["tpot_p50_ms"]).items():
+        values[name], why[name] = found_value, reason
     values["energy_per_output_token_j"], why["energy_per_output_token_j"] = _energy(files, tokens_out)
     return {
         name: Metric(

@@ -287,7 +287,7 @@ def _findings(layouts: Sequence[LayoutSummary], ratios: Sequence[Ratio]) -> list
                 "so something besides the prompt rate moves utilisation."
             )
         rates = [r for _, _, r in layout.by_day]
-        if len(rates) > 1 and max(rates) / min(rates) > 1.5:
+        if len(rates) > 1 and min(rates) > 0 and max(rates) / min(rates) > 1.5:
             low, high = min(layout.by_day, key=lambda d: d[2]), max(layout.by_day, key=lambda d: d[2])
             said.append(
                 f"{name}: without any change of layout the daily rate runs from {low[2]:.2f} ({low[0]}) to {high[2]:.2f} ({high[0]}), "
@@ -305,6 +305,8 @@ def _findings(layouts: Sequence[LayoutSummary], ratios: Sequence[Ratio]) -> list
             continue
         earlier, later = sorted((few, many), key=lambda x: x.by_day[0][0])
         last, first = earlier.by_day[-1], later.by_day[0]
+        if not last[2] or not first[2]:
+            continue  # a day of busy periods without any utilisation: no ratio
         nearest = last[2] / first[2] if earlier is few else first[2] / last[2]
         said.append(
             f"The nearest days of the two layouts ({last[0]} and {first[0]}) differ by {nearest:.2f}, not {ratio.ratio:.1f}. The "

@@ -17,10 +17,12 @@ from pdlaunch.exchange.command import convert, export, load
 from pdlaunch.exchange.points import Role, points_of, statistics
 from pdlaunch.metrics_defs import Denominators, compute
 from pdlaunch.node.spec import LoadPhase
+from pdlaunch.report import command
 from pdlaunch.report.command import Choice
 from pdlaunch.runread import read_run
-from tests.runfactory import Shape, write_run
+from tests.runfactory import Shape, seal, write_run
 
+ROOT = Path(__file__).parent.parent
 REAL = Path(__file__).parent / "data" / "aiperf-0.13.0"
 SMALL = Shape(loads=(LoadPhase("c2", 64, 8, 6, concurrency=2), LoadPhase("r3", 64, 8, 6, request_rate_per_s=3.0)))
 
@@ -187,3 +189,52 @@ def test_unknown_formats(tmp_path, results):
             call()
     with pytest.raises(ArchiveError, match="does not exist"):
         load(tmp_path / "x", "llmd")
+
+
+def _edited(run, change):
+    """Every record of the run's phases changed, and the run sealed again."""
+    for path in run.glob("load/*/aiperf/profile_export.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            change(row["metrics"])
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seal(run)
+
+
+def buffered(metrics):
+    metrics["request_latency"]["value"] = metrics["time_to_first_token"]["value"]
+    metrics["inter_token_latency"]["value"] = 0.0
+
+
+def test_a_run_of_buffered_tokens_is_reported_compared_and_exported(results, tmp_path):
+    zero, other = write_run(results, SMALL), write_run(results, SMALL, job="20261019T130000Z-1002")
+    _edited(zero, buffered)
+    phase = read_run(zero).phases[0]
+    assert phase.metrics["interactivity_median_tpot"].why == "cannot be computed: median TPOT is 0"
+    choice = Choice((str(zero), str(other)))
+    page = command.report(choice, results, ROOT, out=tmp_path / "both.html")
+    assert page.code == 0
+    assert "cannot be computed: median TPOT is 0" in (tmp_path / "both.html").read_text()
+    assert command.compare_runs(choice, results).code == 0
+    assert command.write_page_of_run(zero, ROOT).exists()
+    for form in ("aiperf", "llmd", "points", "inferencex"):
+        export(choice, results, form, tmp_path / form)
+    rows = json.loads((tmp_path / "inferencex" / "agg_bmk.json").read_text())
+    assert [("median_intvty" in row, row["median_tpot"] > 0) for row in rows] == [(False, False), (True, True)]
+
+
+def test_a_phase_without_length_has_no_inferencex_row(both):
+    with pytest.raises(ArchiveError, match="no rates"):
+        inferencex.write(replace(both[0], rates={}))
+    assert replace(both[0], rates={}).per_gpu() == {}
+
+
+def test_an_export_that_holds_nothing_says_so_once(results, tmp_path):
+    run = write_run(results, replace(SMALL, gpu="", loads=SMALL.loads[:1]))
+    with pytest.raises(ArchiveError) as caught:
+        export(Choice((run.name,)), results, "inferencex", tmp_path / "out")
+    said = str(caught.value)
+    assert said.count("rule:") == 1
+    assert said.count(run.name) == 1
+    assert "a run without GPUs" in said
+    assert "InferenceX rows divide by GPUs" in said

@@ -179,3 +179,28 @@ def test_bad_records_are_reported_and_the_rest_is_used(copied):
     assert "counts 12 successful requests, profile_export.jsonl holds 10" in said
     edit(copied, benchmark_duration={"unit": "sec", "avg": float("nan")})
     assert compute(read_phase(copied), TWELVE, 1, {})["request_rate"].why == "benchmark_duration is missing"
+
+
+# Four of five requests whose tokens after the first arrived with it: W = TTFT, so TPOT and ITL are 0.
+BUFFERED = [record(100, 100, 10, 5, itl=0.0)] * 4 + [record(100, 500, 10, 5, itl=100)]
+
+
+def test_tokens_that_arrive_together_have_no_reciprocal():
+    found = compute(phase(BUFFERED), TWELVE, 2, {})
+    assert found["tpot_p50_ms"].value == 0
+    assert found["interactivity_median_tpot"].value is None
+    assert found["interactivity_median_tpot"].why == "cannot be computed: median TPOT is 0"
+    assert found["interactivity_mean_inverse_itl"].value == 10
+    assert found["output_tokens_per_s"].value == pytest.approx(12.5)
+    assert reconcile(BUFFERED, 2.0, 2) is None
+    alone = compute(phase(BUFFERED[:4]), TWELVE, 2, {})
+    assert alone["interactivity_mean_inverse_itl"].why == "cannot be computed: no ITL is above 0"
+
+
+def test_no_division_by_what_is_zero():
+    zero = record(0, 0, 0, 0, itl=0)
+    for records in ([], [zero], [record(0, 0, 5, 5, itl=0)], BUFFERED[:4]):
+        for duration in (0, 2.0, -1.0):
+            found = compute(phase(records, duration, request_throughput={"unit": "requests/sec", "avg": 0.0}), Denominators("GPU", 0, 0, 0), 2, {})
+            assert all((m.value is None) == bool(m.why) for m in found.values())
+            assert reconcile(records, duration, 2) is None

@@ -87,6 +87,15 @@ def test_a_layout_without_busy_periods_has_no_rate():
     assert "no busy period" in table(report)
 
 
+def test_a_busy_day_without_utilisation_has_no_ratio():
+    days = [period(6000, 0.0), period(6000, 9.0, day="2026-01-02"), period(6000, 0.0, day="2026-01-03", gpus=8)]
+    days.append(period(6000, 5.0, day="2026-01-04", gpus=8))
+    report = analyse(days)
+    assert {d[2] for x in report.layouts for d in x.by_day} >= {0.0}
+    assert "factor" not in " ".join(report.findings)
+    assert "nearest days" not in " ".join(report.findings)
+
+
 def test_statistics_by_hand():
     assert t_quantile(0.975, 1) == pytest.approx(12.7062, abs=1e-4)
     assert t_quantile(0.975, 4) == pytest.approx(2.77645, abs=1e-5)

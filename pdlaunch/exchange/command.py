@@ -53,10 +53,12 @@ def export(choice: Choice, results: Path, to: str, out: Path, *, include_invalid
             try:
                 rows.append((f"{run.id.replace('/', '.')}.{point.phase}.json", WRITERS[to](point)))
             except ArchiveError as e:
-                refused.append((f"{run.id} {point.phase}", str(e)))
-    said = [f"left out  {who}: {why}" for who, why in refused]
+                # the writer names run and phase itself; here they stand in front already
+                said = e.what.removeprefix(f"{point.run} {point.phase}: ")
+                refused.append((f"{run.id} {point.phase}", f"{said} ({e.rule})" if e.rule else said))
+    lines = [f"left out  {who}: {why}" for who, why in refused]
     if not rows:
-        raise ArchiveError("nothing to export" + "".join(f"\n  {x}" for x in said), rule="a VALID run with a measured phase")
+        raise ArchiveError("nothing to export" + "".join(f"\n  {x}" for x in lines), rule=f"a VALID run with a phase that {to} can hold")
     if to == "inferencex":
         write_json(_fresh(out / "agg_bmk.json"), [row for _, row in rows])
         written = [str(out / "agg_bmk.json")]
@@ -65,7 +67,7 @@ def export(choice: Choice, results: Path, to: str, out: Path, *, include_invalid
         for path, (_, row) in zip(paths, rows, strict=True):
             write_json(path, row)
         written = list(map(str, paths))
-    return Answer("\n".join([*said, *written]), EXIT_VERDICT if refused else EXIT_OK)
+    return Answer("\n".join([*lines, *written]), EXIT_VERDICT if refused else EXIT_OK)
 
 
 def load(path: Path, source: str) -> list[Point]:

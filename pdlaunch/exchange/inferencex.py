@@ -33,6 +33,8 @@ def write(point: Point) -> dict[str, Any]:
         )
     if point.denominator != "GPU":
         raise ArchiveError(f"{point.run} {point.phase}: a run without GPUs", rule="InferenceX rows divide by GPUs")
+    if "total" not in point.rates:
+        raise ArchiveError(f"{point.run} {point.phase}: no rates, the phase has no length", rule="InferenceX rows hold tokens/s per GPU")
     row: dict[str, Any] = {
         "hw": point.hardware,
         "conc": point.concurrency,

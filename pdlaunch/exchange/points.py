@@ -131,7 +131,7 @@ def points_of(run: Run, read: Callable[[Any], bytes] | None = None) -> list[Poin
         duration = files.stat("benchmark_duration")
         tokens_in, tokens_out = sum(r.input_tokens for r in good), sum(r.output_tokens for r in good)
         rates = {}
-        if duration:
+        if duration is not None and duration > 0:
             rates = {"request": len(good) / duration, "input": tokens_in / duration, "output": tokens_out / duration}
             rates["total"] = rates["input"] + rates["output"]
         series: dict[str, list[float | None]] = {

@@ -180,7 +180,8 @@ def _loads(run: Run) -> dict[str, Any]:
 def _why(phase: Phase) -> str:
     r = phase.reconciliation
     if r is None:
-        return ""
+        missing = phase.metrics["interactivity_median_tpot"].why
+        return f"interactivity by 1000/median TPOT {missing}" if missing.startswith("cannot") else ""
     return (
         f"why the interactivities differ: {r.median:.4g} (1000/median TPOT) x {r.mean_over_median:.3f} (mean over median) x "
         f"{r.generating_share:.3f} "

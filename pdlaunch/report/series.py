@@ -223,7 +223,9 @@ def distribution_chart(groups: Sequence[Group]) -> Chart | None:
     for key, label in names:
         series: list[Series] = []
         for group, run, phase in phases:
-            points = [[round(v, 3), 100 * i / CURVE_POINTS, ""] for i, v in enumerate(phase.curves.get(key, ()))]
+            curve = phase.curves.get(key, ())
+            # a logarithmic axis has no place for 0 ms (tokens that arrived together): the curve starts above it
+            points = [[round(v, 3), 100 * i / CURVE_POINTS, ""] for i, v in enumerate(curve) if round(v, 3) > 0]
             if points:
                 tag = f"{group.name} {phase.setting.name}{'' if run.valid else f' [{run.word}]'}" + (
                     f" ({run.path.name})" if len(group.runs) > 1 else ""

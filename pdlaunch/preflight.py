@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pdlaunch.errors import LaunchError, RecipeError, SubmitError, Where
 from pdlaunch.job import Job
-from pdlaunch.node.behaviour import BuildFacts, build_faults
+from pdlaunch.node.build import BuildFacts, build_faults
 from pdlaunch.node.node_facts import distribution_versions, file_hashes
 from pdlaunch.node.redact import Redactor
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pdlaunch.node.agreement import AgreementResult, agreement_prompts, run_agreement
-from pdlaunch.node.behaviour import JSON_SCHEMA, TOOL, TOOL_ARGUMENTS, BuildFacts, _file_faults, run_behaviour
+from pdlaunch.node.behaviour import JSON_SCHEMA, TOOL, TOOL_ARGUMENTS, run_behaviour
+from pdlaunch.node.build import BuildFacts, file_faults
 from pdlaunch.node.contracts import ANSWER_KEYS
 from pdlaunch.node.jsonschema import violations
 from pdlaunch.node.spec import AgreementSpec, BehaviourCheck, Proof
@@ -257,10 +258,10 @@ def test_two_failures_are_no_agreement(tmp_path: Path, deployment: fake.Behaviou
 
 def test_a_file_that_is_required_once_may_be_absent_elsewhere() -> None:
     either = {"nixl_cu12/_api.py": "a" * 64 + " or absent", "nixl_cu13/_api.py": "a" * 64 + " or absent", "new.py": "absent"}
-    assert _file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": None, "new.py": None}, either) == []
-    (none,) = _file_faults("decode-0", {}, either)
+    assert file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": None, "new.py": None}, either) == []
+    (none,) = file_faults("decode-0", {}, either)
     assert "one is needed" in none
-    (changed,) = _file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": "b" * 64}, either)
+    (changed,) = file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "nixl_cu13/_api.py": "b" * 64}, either)
     assert "nixl_cu13/_api.py" in changed
-    (present,) = _file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "new.py": "c" * 64}, either)
+    (present,) = file_faults("decode-0", {"nixl_cu12/_api.py": "a" * 64, "new.py": "c" * 64}, either)
     assert "required absent" in present

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import logs
-from .behaviour import BuildFacts, build_faults
+from .build import BuildFacts, build_faults
 from .contracts import GPU_CSV_HEADER, Evidence
 from .load import judge_again
 from .spec import Spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,20 @@ from pdlaunch.planner.shape import MemoryFacts, RoleShape
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = click.Path(path_type=Path)
+
+
+class _Number(click.FloatRange):
+    """A range that neither nan nor inf is in: click's own comparisons let nan pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number:g} is no finite number.", param, ctx)
+        return number
+
+
+COUNT = click.IntRange(min=1)
+GIB = _Number(min=0)
 _MEMORY = ("weights_gib", "non_torch_gib", "activation_gib", "graph_estimate_gib", "graph_actual_gib", "context_gib")
 _SHAPE = (
     "pipeline_parallel",
@@ -44,36 +59,37 @@ _SHAPE = (
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe, or of the cluster (cluster.KEY)."
 )
 @click.option("--config", type=FOLDER, help="A config.json or model folder instead of a recipe.")
-@click.option("--tp", type=int, help="With --config: tensor parallel of prefill, or of the one role.")
-@click.option("--decode-tp", type=int, help="With --config: tensor parallel of decode.")
-@click.option("--pp", "pipeline_parallel", type=int, help="With --config.")
-@click.option("--dp", "data_parallel", type=int, help="With --config.")
+@click.option("--tp", type=COUNT, help="With --config: tensor parallel of prefill, or of the one role.")
+@click.option("--decode-tp", type=COUNT, help="With --config: tensor parallel of decode.")
+@click.option("--pp", "pipeline_parallel", type=COUNT, help="With --config.")
+@click.option("--dp", "data_parallel", type=COUNT, help="With --config.")
 @click.option("--ep", "expert_parallel", is_flag=True, default=None, help="With --config: expert parallelism.")
-@click.option("--max-model-len", type=int)
-@click.option("--max-num-batched-tokens", type=int)
-@click.option("--max-num-seqs", type=int)
-@click.option("--block-size", type=int)
+@click.option("--max-model-len", type=COUNT)
+@click.option("--max-num-batched-tokens", type=COUNT)
+@click.option("--max-num-seqs", type=COUNT)
+@click.option("--block-size", type=COUNT)
 @click.option("--kv-cache-dtype")
 @click.option("--ssm-dtype", "mamba_ssm_cache_dtype")
-@click.option("--mtp", "speculative_tokens", type=int, help="Speculative tokens.")
+@click.option("--mtp", "speculative_tokens", type=click.IntRange(min=0), help="Speculative tokens.")
 @click.option("--backend", help="Attention backend.")
 @click.option("--no-prefix-caching", is_flag=True)
 @click.option("--no-hybrid-manager", is_flag=True)
 @click.option("--gpu", help="Name of a GPU, for its memory.")
-@click.option("--gpu-memory-gib", type=float, help="Memory of one GPU as torch reports it.")
-@click.option("--gpu-memory-utilization", type=float)
-@click.option("--weights-gib", type=float, help="Weights of one rank.")
-@click.option("--non-torch-gib", type=float)
-@click.option("--activation-gib", type=float, help="Peak activation of the profiling run.")
-@click.option("--graph-estimate-gib", type=float, help="What vLLM reserves for CUDA graphs.")
-@click.option("--graph-actual-gib", type=float)
-@click.option("--context-gib", type=float)
-@click.option("--tokens", type=int, help="Length of the priced request, prompt plus output; default: max_model_len.")
-@click.option("--concurrency", type=int, help="Requests in flight over the deployment.")
+@click.option("--gpu-memory-gib", type=_Number(min=0, min_open=True), help="Memory of one GPU as torch reports it.")
+@click.option("--gpu-memory-utilization", type=_Number(min=0, min_open=True, max=1))
+@click.option("--weights-gib", type=GIB, help="Weights of one rank.")
+@click.option("--non-torch-gib", type=GIB)
+@click.option("--activation-gib", type=GIB, help="Peak activation of the profiling run.")
+@click.option("--graph-estimate-gib", type=GIB, help="What vLLM reserves for CUDA graphs.")
+@click.option("--graph-actual-gib", type=GIB)
+@click.option("--context-gib", type=GIB)
+@click.option("--tokens", type=COUNT, help="Length of the priced request, prompt plus output; default: max_model_len.")
+@click.option("--concurrency", type=COUNT, help="Requests in flight over the deployment.")
 @click.option("--assume-gqa", is_flag=True, help="Price an unknown architecture as plain attention.")
-@click.option("--search", type=int, metavar="GPUS", help="Topologies within this many GPUs instead of one plan.")
+@click.option("--search", type=COUNT, metavar="GPUS", help="Topologies within this many GPUs instead of one plan.")
 @click.option("--by", type=click.Choice(["requests_per_gpu", "concurrency"]), default="requests_per_gpu", show_default=True)
-@click.option("--run", type=FOLDER, help="Predicted against measured for an archived run or a worker log.")
+@click.option("--run", help="Predicted against measured: an archived run (a folder, <recipe>/<name>, or last) or a worker log.")
+@click.option("--results", type=FOLDER, default=ROOT / "results", help="With --run: folder of archived runs.")
 @click.option("--svg", type=FOLDER, help="Write the picture.")
 @click.option("--patch", type=FOLDER, help="Write the values that the plan proposes, as keys of a recipe: --set @FILE applies them.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
@@ -100,7 +116,7 @@ def plan(context: click.Context, /, **options: Any) -> None:
 
 def _result(options: dict[str, Any]) -> tuple[command.Result, list[Any]]:
     if options["run"] is not None:
-        return command.measured(options["run"], options["config"]), []
+        return command.measured(_run_path(options["run"], options["results"]), options["config"]), []
     model, roles, patches = _of_config(options) if options["config"] is not None else _of_recipe(options)
     memory = options["gpu_memory_gib"] or (command.gpu_memory(options["gpu"]) if options["gpu"] else None)
     facts = MemoryFacts(
@@ -115,6 +131,14 @@ def _result(options: dict[str, Any]) -> tuple[command.Result, list[Any]]:
         return found, []
     planned = command.plan(model, roles, tokens=options["tokens"], patches=patches, concurrency=options["concurrency"])
     return planned, planned.findings
+
+
+def _run_path(name: str, results: Path) -> Path:
+    """A log file or a folder that holds run/, as it is; every other name is found as `verify` finds it."""
+    from pdlaunch import archive
+
+    direct = Path(name)
+    return direct if direct.is_file() or (direct / "run" / "spec.json").is_file() else archive.find(name, results)
 
 
 def _of_recipe(options: dict[str, Any]) -> tuple[Model, dict[str, RoleShape], frozenset[str]]:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from rich.console import Console
 
+from pdlaunch import verb_plan
 from pdlaunch.errors import PlanError
 from pdlaunch.planner import command
 from pdlaunch.planner.emit import capture_sizes, captured
@@ -244,3 +246,80 @@ def test_planning_imports_neither_vllm_nor_rich_nor_torch() -> None:
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+CONFIG = str(verb_plan.ROOT / "models" / "configs" / "gemma-4-31b-it.json")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--tp", "-4"),
+        ("--tp", "0"),
+        ("--decode-tp", "0"),
+        ("--pp", "0"),
+        ("--dp", "-1"),
+        ("--max-model-len", "0"),
+        ("--max-num-batched-tokens", "0"),
+        ("--max-num-seqs", "0"),
+        ("--block-size", "0"),
+        ("--mtp", "-1"),
+        ("--gpu-memory-gib", "-3"),
+        ("--gpu-memory-gib", "0"),
+        ("--gpu-memory-gib", "nan"),
+        ("--gpu-memory-gib", "inf"),
+        ("--gpu-memory-utilization", "7"),
+        ("--gpu-memory-utilization", "0"),
+        ("--gpu-memory-utilization", "nan"),
+        ("--weights-gib", "-1"),
+        ("--tokens", "-5"),
+        ("--tokens", "0"),
+        ("--concurrency", "-1"),
+        ("--search", "0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(option: str, value: str) -> None:
+    done = CliRunner().invoke(verb_plan.plan, ["--config", CONFIG, option, value])
+    assert done.exit_code == 2
+    assert done.output.count("Error:") == 1
+    assert option in done.output
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor_parallel": 0},
+        {"data_parallel": -1},
+        {"block_size": 0},
+        {"max_num_seqs": 0},
+        {"speculative_tokens": -1},
+        {"gpu_memory_utilization": 7.0},
+        {"gpu_memory_utilization": float("nan")},
+        {"gpu_memory_gib": -3.0},
+        {"gpu_memory_gib": float("inf")},
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(PlanError, match=f"{next(iter(changes))} is"):
+        GEMMA.with_changes(**changes)
+
+
+def test_a_plan_of_no_tokens_or_no_gpus_is_refused() -> None:
+    roles = {"decode": GEMMA}
+    with pytest.raises(PlanError, match="tokens is 0"):
+        command.plan(model("gemma-4-31b-it"), roles, tokens=0)
+    with pytest.raises(PlanError, match="concurrency is -1"):
+        command.plan(model("gemma-4-31b-it"), roles, concurrency=-1)
+    with pytest.raises(PlanError, match="gpus is 0"):
+        command.find(model("gemma-4-31b-it"), roles, 0)
+
+
+def test_the_headline_names_the_dtype_that_is_served(gemma: Plan) -> None:
+    assert "60 layers, bfloat16" in text_of(gemma).splitlines()[0]
+    served = command.plan(model("gemma-4-31b-it"), {"decode": RoleShape(max_model_len=9216, dtype="float32")})
+    assert "60 layers, float32" in text_of(served).splitlines()[0]
+
+
+def test_every_column_of_a_search_has_a_name() -> None:
+    found = command.find(model("gemma-4-31b-it"), {"decode": GEMMA}, 2)
+    assert "refused because" in text_of(found)

@@ -8,9 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
-from pdlaunch.errors import PlanError
+from pdlaunch import verb_plan
+from pdlaunch.errors import ArchiveError, PlanError
 from pdlaunch.node.spec import TransferGroup, TransferPrediction
 from pdlaunch.planner import command
 from pdlaunch.planner.config import load_config
@@ -80,6 +82,40 @@ def test_measured_ledger_closes_without_the_context() -> None:
     assert engine.plan is not None
     assert engine.plan.graph is not None
     assert engine.plan.graph.error_gib == pytest.approx(0.32)
+
+
+def relocated(tmp_path: Path) -> Path:
+    """A run whose model folder is not on this machine."""
+    run = tmp_path / "results" / "tiny-p1d1" / "20261130T010000Z-local-abcdef"
+    shutil.copytree(DATA / "tiny-p1d1", run)
+    spec = run / "spec.json"
+    spec.write_text(spec.read_text().replace("models/gemma4-recall-4x1", "models/absent"))
+    return run
+
+
+def test_without_the_model_config_the_answer_is_unknown(tmp_path: Path) -> None:
+    run = relocated(tmp_path)
+    assert {engine.verdict for engine in read_run(run)} == {"unknown"}
+    out = io.StringIO()
+    command.render(command.measured(run), Console(file=out, width=150))
+    assert out.getvalue().count("predicted against measured: unknown") == 2
+    assert "differs" not in out.getvalue()
+    (run / "model_config.json").write_text(json.dumps(SMALL))
+    assert {engine.verdict for engine in read_run(run)} == {"exact"}
+    assert {engine.verdict for engine in read_run(run, {**SMALL, "head_dim": 32})} == {"differs"}
+
+
+@pytest.mark.parametrize("name", ["last", "tiny-p1d1/20261130T010000Z-local-abcdef", "20261130T010000Z-local-abcdef"])
+def test_a_run_is_named_as_for_verify(tmp_path: Path, name: str) -> None:
+    (relocated(tmp_path) / "model_config.json").write_text(json.dumps(SMALL))
+    done = CliRunner().invoke(verb_plan.plan, ["--run", name, "--results", str(tmp_path / "results")])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("predicted against measured: exact") == 2
+
+
+def test_a_run_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    done = CliRunner().invoke(verb_plan.plan, ["--run", "nothing", "--results", str(tmp_path)])
+    assert isinstance(done.exception, ArchiveError)
 
 
 def engine_record(text: str) -> EngineRecord:

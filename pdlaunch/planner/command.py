@@ -87,6 +87,12 @@ def with_memory(shape: RoleShape, gpu_memory_gib: float | None, facts: MemoryFac
     return shape.with_changes(gpu_memory_gib=gpu_memory_gib or shape.gpu_memory_gib, memory=memory)
 
 
+def _counted(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise PlanError(f"{name} is {value}", rule="at least 1")
+
+
 def plan(
     model: Model,
     roles: Mapping[str, RoleShape],
@@ -95,7 +101,8 @@ def plan(
     patches: frozenset[str] = frozenset(),
     concurrency: int | None = None,
 ) -> Plan:
-    """Plan one role, or prefill and decode. tokens: default is the shortest max_model_len of the roles."""
+    """Plan one role, or prefill and decode. tokens: default is the shortest max_model_len of the roles. PlanError for a number below 1."""
+    _counted(tokens=tokens, concurrency=concurrency)
     return plan_pair(model, roles, tokens or min(shape.max_model_len for shape in roles.values()), patches, concurrency)
 
 
@@ -109,6 +116,7 @@ def find(
     patches: frozenset[str] = frozenset(),
 ) -> Search:
     """Search over topologies of every role within the GPU budget, and over pairs of prefill and decode."""
+    _counted(tokens=tokens, gpus=gpus)
     length = tokens or min(shape.max_model_len for shape in roles.values())
     found = {role: search(model, shape, gpus, length, by=by) for role, shape in roles.items()}
     pairs: list[PairCandidate] = []
@@ -118,7 +126,7 @@ def find(
 
 
 def measured(path: Path, config: Path | None = None) -> Run:
-    """Predicted against measured for an archived run or a log. config: where the model's own folder is not here."""
+    """Predicted against measured for an archived run or a log. config: instead of the run's model_config.json or the model's folder."""
     from .logs import read_transfers
     from .runplan import read_run
 

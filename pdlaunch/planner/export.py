@@ -111,6 +111,7 @@ def _engine(engine: MeasuredEngine) -> dict[str, Any]:
         "engine": engine.record.name,
         "role": engine.record.role,
         "exact": engine.exact,
+        "verdict": engine.verdict,
         "problem": engine.problem or None,
         "values": [_fields(row, "name", "predicted", "measured", "residual", "low", "high", "agrees", "source") for row in engine.rows],
         "ledger": [_fields(row, "name", "gib", "source", "note", "inside") for row in engine.ledger],

@@ -12,6 +12,7 @@ from .command import Result, Search
 from .memory import Ledger, Row
 from .roleplan import Plan, RolePlan
 from .runplan import MeasuredEngine
+from .specs import model_dtype
 
 MIB = 1 << 20
 _COLOURS = {"error": "red", "warning": "yellow", "info": "dim"}
@@ -142,8 +143,9 @@ def _role(role: RolePlan, console: Console) -> None:
 
 def _plan(plan: Plan, console: Console) -> None:
     model = plan.model
+    dtypes = " and ".join(dict.fromkeys(model_dtype(model, role.layout.shape) for role in plan.roles.values()))
     assumed = " (ASSUMED plain attention)" if model.assumed else ""
-    _say(console, f"{model.architecture}: {model.family}{assumed}, {model.decoder_layers} layers, {model.dtype}", "bold")
+    _say(console, f"{model.architecture}: {model.family}{assumed}, {model.decoder_layers} layers, {dtypes}", "bold")
     for role in plan.roles.values():
         _role(role, console)
     if plan.transfer is not None:
@@ -164,7 +166,7 @@ def _plan(plan: Plan, console: Console) -> None:
 
 
 def _search(found: Search, console: Console) -> None:
-    columns = "<topology|GPUs|weights GiB|KV GiB|block|held per cache|held per engine|held per GPU|printed|<"
+    columns = "<topology|GPUs|weights GiB|KV GiB|block|held per cache|held per engine|held per GPU|printed|<refused because"
     for role, items in found.roles.items():
         rows = [
             (
@@ -195,8 +197,7 @@ def _engine(engine: MeasuredEngine, console: Console) -> None:
     rows = []
     for row in engine.rows:
         rows.append((row.name, _number(row.predicted, 4), _number(row.measured, 4), _number(row.residual, 4, "+"), row.source))
-    verdict = "exact" if engine.exact else "differs"
-    title = f"{engine.record.name} ({engine.record.role}): predicted against measured: {verdict}"
+    title = f"{engine.record.name} ({engine.record.role}): predicted against measured: {engine.verdict}"
     console.print(_table(title, "<value|predicted|measured|residual|<source", rows))
     if engine.ledger:
         console.print(_ledger_table("measured memory", engine.ledger, engine.record.fact("kv_gib")))

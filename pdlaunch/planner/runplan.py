@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pdlaunch.errors import PlanError
 
@@ -31,9 +31,15 @@ class MeasuredEngine:
     problem: str = ""
 
     @property
+    def verdict(self) -> Literal["exact", "differs", "unknown"]:
+        """exact: every value that is both predicted and stated agrees, to the digits that the engine states. unknown: there is none."""
+        if all(row.residual is None for row in self.rows):
+            return "unknown"
+        return "exact" if all(row.agrees for row in self.rows) else "differs"
+
+    @property
     def exact(self) -> bool:
-        """Something was predicted, and every value that the engine states is the predicted one, to the digits that it states."""
-        return any(row.predicted is not None for row in self.rows) and all(row.agrees for row in self.rows)
+        return self.verdict == "exact"
 
 
 def measured_ledger(record: EngineRecord) -> tuple[Row, ...]:
@@ -115,7 +121,13 @@ def read_engine(record: EngineRecord, config: Mapping[str, Any] | None = None) -
 
 
 def read_run(path: Path, config: Mapping[str, Any] | None = None) -> list[MeasuredEngine]:
-    """All engines of an archived run, or the one of a log file. PlanError when the path holds neither, or says nothing of a cache."""
+    """All engines of an archived run, or the one of a log file. PlanError when the path holds neither, or says nothing of a cache.
+
+    config: a HF config; without one it is the run's own model_config.json where there is one, else that of the model folder the run names.
+    """
+    if config is None:
+        kept = [folder / "model_config.json" for folder in (path, path / "run") if (folder / "model_config.json").is_file()]
+        config = load_config(kept[0]) if kept else None
     engines = [read_engine(record, config) for record in read_records(path)]
     if not any(engine.record.facts or engine.record.metric for engine in engines):
         raise PlanError(f"{path} says nothing of a KV cache", rule="logs of vLLM 0.31.0, or vllm:cache_config_info")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+from pdlaunch.errors import PlanError
 
 GIB = 1 << 30
 
@@ -100,6 +103,19 @@ class MemoryFacts:
     measured: bool = False
 
 
+_COUNTS = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "data_parallel",
+    "replicas",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "block_size",
+    "num_blocks_override",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RoleShape:
     """The engine arguments of one role. None means "vLLM decides".
@@ -136,6 +152,19 @@ class RoleShape:
     num_blocks_override: int | None = None
     layout: str = "LBHNC"
     memory: MemoryFacts = MemoryFacts()
+
+    def __post_init__(self) -> None:
+        """PlanError for a number that no engine can have: a count below 1, a share outside (0, 1], memory that is not positive."""
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} is {value}", rule="at least 1")
+        if self.speculative_tokens < 0:
+            raise PlanError(f"speculative_tokens is {self.speculative_tokens}", rule="at least 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise PlanError(f"gpu_memory_utilization is {self.gpu_memory_utilization}", rule="above 0, at most 1")
+        if self.gpu_memory_gib is not None and not 0 < self.gpu_memory_gib < math.inf:
+            raise PlanError(f"gpu_memory_gib is {self.gpu_memory_gib}", rule="a positive number of GiB")
 
     @property
     def gpus(self) -> int:

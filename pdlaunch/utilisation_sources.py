@@ -234,14 +234,26 @@ def read_run(run: Path, bin_s: float = 10.0) -> list[Period]:
     return [p for role in sorted(used) for p in _join(role, len(gpus[role]), used[role], load, bin_s, run.name)]
 
 
-def read(source: Path, *, load: Path | None = None, role: str = "prefill", bin_s: float | None = None) -> list[Period]:
-    """Choose the reader: a folder with spec.json is a run, another folder holds scrapes; .json is a range query (with `load`), else CSV."""
+def _only(periods: list[Period], role: str | None, source: Path) -> list[Period]:
+    """The periods of the role that was asked for; all of them for None. ArchiveError names the roles that the source has."""
+    found = [p for p in periods if role in (None, p.role)]
+    if not found:
+        has = ", ".join(sorted({p.role for p in periods}))
+        raise _bad(source, f"no role {role!r}", f"roles of this source: {has}")
+    return found
+
+
+def read(source: Path, *, load: Path | None = None, role: str | None = None, bin_s: float | None = None) -> list[Period]:
+    """Choose the reader: a folder with spec.json is a run, another folder holds scrapes; .json is a range query (with `load`), else CSV.
+
+    role None: every role of a table or a run, which name theirs; prefill for scrapes and range queries, which may not.
+    """
     if not source.exists():
         raise ArchiveError(f"{source} does not exist", rule="a CSV, a Prometheus range result, a folder of scrapes or an archived run")
     if source.is_dir():
         if (source / "spec.json").exists():
-            return read_run(source, bin_s or 10.0)
-        return read_scrapes(source, role, bin_s or 3600.0)
+            return _only(read_run(source, bin_s or 10.0), role, source)
+        return read_scrapes(source, role or "prefill", bin_s or 3600.0)
     if source.suffix == ".json":
         if load is None:
             raise _bad(
@@ -249,5 +261,5 @@ def read(source: Path, *, load: Path | None = None, role: str = "prefill", bin_s
                 "a range query of utilisation needs the load beside it",
                 "--load FILE with the range query of prompt tokens per second",
             )
-        return read_prometheus(source, load, role, bin_s or 3600.0)
-    return read_csv(source)
+        return read_prometheus(source, load, role or "prefill", bin_s or 3600.0)
+    return _only(read_csv(source), role, source)

@@ -72,7 +72,7 @@ def runs(context: click.Context, /, results: Path, **options: Any) -> None:
 @click.command()
 @click.argument("source", type=FOLDER)
 @click.option("--load", type=FOLDER, help="Load table, when SOURCE has utilisation only.")
-@click.option("--role", default="prefill", show_default=True)
+@click.option("--role", help="Only this role; default: all of a table or a run, prefill for scrapes and range queries.")
 @click.option("--bin", "bin_s", type=float, help="Seconds of one period.")
 @click.option(
     "--busy", "busy_tokens_per_s", default=5000.0, show_default=True, help="Prompt tokens per second from which a period is busy."

@@ -8,6 +8,7 @@ import pytest
 
 from pdlaunch.errors import ArchiveError
 from pdlaunch.node.spec import LoadPhase
+from pdlaunch.report import command
 from pdlaunch.runs import attempt, index, matrix, read_all, select
 from tests.runfactory import PATCH, Shape, write_run
 
@@ -55,6 +56,14 @@ def test_sorting_and_last(results):
     for bad in ({"where": ["colour=red"]}, {"where": ["verdict"]}, {"sort": "colour"}):
         with pytest.raises(ArchiveError, match="created"):
             index(results, **bad)
+
+
+def test_a_list_that_cannot_be_is_an_error(results, tmp_path):
+    with pytest.raises(ArchiveError, match="no such folder"):
+        command.list_runs(tmp_path / "nope")
+    for last in (-1, 0):
+        with pytest.raises(ArchiveError, match=f"--last {last}"):
+            command.list_runs(results, last=last)
 
 
 def test_broken_runs_are_listed_with_the_reason(results):

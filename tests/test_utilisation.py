@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from pdlaunch.errors import ArchiveError
+from pdlaunch.node.spec import LoadPhase
 from pdlaunch.stats import Spread, percentile, t_quantile, welch_interval
 from pdlaunch.utilisation import PUBLISHED_FIT, Period, analyse, table
 from pdlaunch.utilisation_sources import read, read_csv
+from tests.runfactory import Shape, write_run
 
 TABLE = Path(__file__).parent.parent / "data" / "gemma4-prefill-utilisation.csv"
 
@@ -186,6 +188,19 @@ def test_dcgm_scrapes(tmp_path):
     (tmp_path / "60.prom").write_text('DCGM_FI_DEV_GPU_UTIL{gpu="0"} much\n')
     with pytest.raises(ArchiveError, match="is not a number"):
         read(tmp_path)
+
+
+def test_a_role_that_the_source_does_not_have_is_refused(tmp_path):
+    assert read(TABLE, role="prefill") == read(TABLE)
+    with pytest.raises(ArchiveError, match="no role 'foo'") as caught:
+        read(TABLE, role="foo")
+    assert "roles of this source: prefill" in str(caught.value)
+    run = write_run(tmp_path / "results", Shape(loads=(LoadPhase("c2", 64, 8, 6, concurrency=2),)))
+    found = read(run, bin_s=7200.0)
+    assert {p.role for p in found} == {"prefill", "decode"}
+    assert {p.role for p in read(run, role="decode", bin_s=7200.0)} == {"decode"}
+    with pytest.raises(ArchiveError, match="roles of this source: decode, prefill"):
+        read(run, role="foo", bin_s=7200.0)
 
 
 def test_json_form_is_json(published):

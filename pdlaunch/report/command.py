@@ -4,7 +4,7 @@ The page's template engine is loaded by the verbs that write a page.
 compare RUN...      --recipe NAME, --last N, --include-invalid, --all-metrics, --noise-pct FLOAT (5), --format table|json
 report RUN...       --recipe NAME, --last N, --include-invalid, --out FILE.html, --force
 runs                --where KEY=VALUE (repeatable), --sort KEY (created), --last N, --matrix, --format table|json
-utilisation SOURCE  --load FILE, --role NAME (prefill), --bin SECONDS, --busy TOKENS_PER_S (5000), --format table|json
+utilisation SOURCE  --load FILE, --role NAME, --bin SECONDS, --busy TOKENS_PER_S (5000), --format table|json
 RUN: a folder, <recipe>/<run>, a run's name or a quoted pattern.
 """
 
@@ -34,6 +34,11 @@ class Answer:
     code: int = EXIT_OK
 
 
+def _at_least_one(last: int | None) -> None:
+    if last is not None and last < 1:
+        raise ArchiveError(f"--last {last}", rule="at least 1")
+
+
 @dataclass(frozen=True)
 class Choice:
     """Which runs: names as typed, or the last N of a recipe."""
@@ -47,8 +52,7 @@ class Choice:
             raise ArchiveError("no run is named", rule="RUN..., or --recipe NAME with --last N", hint="launch.py runs")
         if self.last is not None and not self.recipe:
             raise ArchiveError("--last without --recipe", rule="--recipe NAME --last N")
-        if self.last is not None and self.last < 1:
-            raise ArchiveError(f"--last {self.last}", rule="at least 1")
+        _at_least_one(self.last)
         return select(self.names, results, self.recipe, self.last)
 
 
@@ -137,7 +141,10 @@ def write_page_of_run(run: Path, root: Path) -> Path:
 
 def list_runs(results: Path, *, where: Sequence[str] = (), sort: str = "created", last: int | None = None, as_matrix: bool = False,
               form: str = "table") -> Answer:  # fmt: skip
-    """The index, or the table of attempts of the runs that fit."""
+    """The index, or the table of attempts of the runs that fit. ArchiveError for a folder that does not exist."""
+    _at_least_one(last)
+    if not results.is_dir():
+        raise ArchiveError(f"--results {results}: no such folder", rule="a folder of archived runs, <recipe>/<run>")
     found = index(results, where, sort, last)
     if not as_matrix:
         return Answer(_json([dataclasses.asdict(r) for r in found]) if form == "json" else text.rows(found))
@@ -149,7 +156,7 @@ def list_runs(results: Path, *, where: Sequence[str] = (), sort: str = "created"
     return Answer("\n".join(lines), EXIT_VERDICT if refused else EXIT_OK)
 
 
-def utilisation(source: Path, *, load: Path | None = None, role: str = "prefill", bin_s: float | None = None,
+def utilisation(source: Path, *, load: Path | None = None, role: str | None = None, bin_s: float | None = None,
                 busy_tokens_per_s: float = load_fit.BUSY_TOKENS_PER_S, form: str = "table") -> Answer:  # fmt: skip
     """GPU utilisation per role against load, from a table, a range query, scrapes or a run."""
     if bin_s is not None and bin_s <= 0:

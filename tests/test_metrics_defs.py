@@ -201,6 +201,7 @@ def test_no_division_by_what_is_zero():
     zero = record(0, 0, 0, 0, itl=0)
     for records in ([], [zero], [record(0, 0, 5, 5, itl=0)], BUFFERED[:4]):
         for duration in (0, 2.0, -1.0):
-            found = compute(phase(records, duration, request_throughput={"unit": "requests/sec", "avg": 0.0}), Denominators("GPU", 0, 0, 0), 2, {})
+            files = phase(records, duration, request_throughput={"unit": "requests/sec", "avg": 0.0})
+            found = compute(files, Denominators("GPU", 0, 0, 0), 2, {})
             assert all((m.value is None) == bool(m.why) for m in found.values())
             assert reconcile(records, duration, 2) is None

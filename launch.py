@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import click
+CTRL_C = signal.getsignal(signal.SIGINT)
+if __name__ == "__main__" and CTRL_C is signal.default_int_handler:  # until main() is there to say it; its imports would show a trace
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+import click  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 FOLDER = click.Path(path_type=Path)
-
-
 _recipe = click.option("--recipe", required=True, help="Name in recipes/, or a path.")
 _cluster = click.option("--cluster", default="local", show_default=True, help="Name in clusters/, or a path.")
 _set = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key (cluster.KEY, or @FILE of keys).")
 _here = click.option("--local", "run_locally", is_flag=True, help="Run the same bundle on this machine, without Slurm.")
+
+
+_format = click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,9 +32,6 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _optional(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--recipe", help="Name in recipes/, or a path.")(_cluster(_set(_here(command))))
-
-
-_format = click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 
 
 def _show(rows: list[dict[str, Any]] | dict[str, Any], form: str) -> None:
@@ -58,7 +60,6 @@ def cli(context: click.Context, /, dry_run: bool, **names: Any) -> None:
         click.echo(context.get_help())
         context.exit(2)
     from pdlaunch import session
-
     job = session.load_job(ROOT, **names)
     if dry_run:
         click.echo("\n".join(session.describe(job)))
@@ -71,7 +72,6 @@ def cli(context: click.Context, /, dry_run: bool, **names: Any) -> None:
 def list_(form: str) -> None:
     """Recipes and clusters of this repository."""
     from pdlaunch import session
-
     _show(session.catalogue(ROOT), form)
 
 
@@ -81,7 +81,6 @@ def list_(form: str) -> None:
 def check(form: str, **names: Any) -> None:
     """Everything that can be known before submission; warnings do not fail."""
     from pdlaunch import session
-
     _show(session.check_rows(session.load_job(ROOT, **names)), form)
 
 
@@ -91,19 +90,17 @@ def check(form: str, **names: Any) -> None:
 def render(out: Path, **names: Any) -> None:
     """Write the bundle: sbatch OUT/job.sbatch works without this repository."""
     from pdlaunch import session
-
     click.echo(session.render(session.load_job(ROOT, **names), out))
 
 
 @cli.command()
 @_optional
 @click.option("--bundle", type=FOLDER, help="A rendered bundle instead of a recipe.")
-@click.option("--out", type=FOLDER, help="Where the bundle is written; default: bundles/<recipe>-<utc>.")
+@click.option("--out", type=FOLDER, help="Where the bundle is written; default: bundles/<recipe>-<utc>-<hex>.")
 @click.pass_context
 def submit(context: click.Context, /, bundle: Path | None, out: Path | None, **names: Any) -> None:
     """Submit a recipe or a bundle, once; with a local cluster or --local: run it here."""
     from pdlaunch import session
-
     if (names["recipe"] is None) == (bundle is None):
         raise click.UsageError("give --recipe or --bundle, one of them")
     if bundle is None:
@@ -119,7 +116,6 @@ def submit(context: click.Context, /, bundle: Path | None, out: Path | None, **n
 def status(bundle: Path, form: str) -> None:
     """State of a submitted bundle: Slurm's word, last stage, verdict."""
     from pdlaunch import slurm
-
     _show(slurm.status(bundle), form)
 
 
@@ -128,7 +124,6 @@ def status(bundle: Path, form: str) -> None:
 def cancel(bundle: Path) -> None:
     """Cancel the job of a bundle; its archive says INCOMPLETE."""
     from pdlaunch import slurm
-
     click.echo(f"cancelled job {slurm.cancel(bundle)}")
 
 
@@ -138,14 +133,13 @@ def cancel(bundle: Path) -> None:
 @click.option("--prompts", default=9, show_default=True, help="Prompts, each with a code of its own at another depth.")
 @click.option("--prompt-tokens", default=800, show_default=True, help="Length of each prompt in tokens.")
 @click.option("--max-tokens", default=64, show_default=True, help="Tokens to generate; more for a model that thinks first.")
-@click.option("--timeout-s", default=120.0, show_default=True, help="Deadline of one request; passing it is a hang.")
+@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), default=120.0, help="Deadline of one request; passing it is a hang.")
 @click.option("--out", type=FOLDER, help="Folder for the raw answers; default: a new temporary one.")
 @_format
 @click.pass_context
 def recall(context: click.Context, /, form: str, **question: Any) -> None:
     """The recall check alone: does the endpoint answer from the prompt that it was sent?"""
     from pdlaunch import session
-
     result = session.ask_recall(session.RecallQuestion(**question), (lambda line: click.echo(line, err=True)))
     _show(result, form)
     context.exit(0 if result["passed"] else 1)
@@ -175,8 +169,7 @@ def verify(context: click.Context, run: str, results: Path, form: str) -> None:
     """Every byte of an archived run, and its verdict judged again offline. RUN: a folder, <recipe>/<name>, or last."""
     from pdlaunch import archive
 
-    path = archive.find(run, results)
-    found = archive.verify(path)
+    found = archive.verify(path := archive.find(run, results))
     _show(found.table(path), form)
     context.exit(0 if found.intact else 1)
 
@@ -229,6 +222,7 @@ def main() -> int:
     from pdlaunch.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_UNEXPECTED, LaunchError
 
     try:
+        signal.signal(signal.SIGINT, CTRL_C)
         code = cli(standalone_mode=False)
     except LaunchError as e:
         click.echo(f"error: {e}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import shlex
 import tempfile
 import threading
@@ -58,11 +59,10 @@ def render(found: job.Job, out: Path) -> Path:
 
 
 def new_bundle(found: job.Job, out: Path | None) -> Path:
-    """Render into `out`, or into bundles/<recipe>-<utc>."""
+    """Render into `out`, or into bundles/<recipe>-<utc>-<6 hex>: two starts in one second must not meet."""
     if out is None:
         stamp = found.context.created_utc.replace("-", "").replace(":", "")
-        folder = found.context.root / "bundles"
-        out = next(p for n in range(1000) if not (p := folder / f"{found.recipe.name}-{stamp}{f'-{n}' if n else ''}").exists())
+        out = found.context.root / "bundles" / f"{found.recipe.name}-{stamp}-{secrets.token_hex(3)}"
     return bundle.render(found, out)
 
 
@@ -137,6 +137,10 @@ def submit_folder(folder: Path, *, say: Callable[[str], None], live: bool) -> in
     return 0
 
 
+_REFUSALS = (401, 403, 404, 405, 407)
+"""Not ours, no such path, no such model: nothing that was asked has been answered wrongly."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RecallQuestion:
     url: str
@@ -149,24 +153,44 @@ class RecallQuestion:
 
 
 def ask_recall(question: RecallQuestion, say: Callable[[str], None]) -> dict[str, Any]:
-    """The recall check alone, against any OpenAI-compatible endpoint; raw answers go to question.out or a new temporary folder."""
-    import secrets
+    """The recall check alone, against any OpenAI-compatible endpoint; raw answers go to question.out or a new temporary folder.
 
+    SubmitError when the first request shows that there is no such endpoint, or that it refuses this client: no more are sent then.
+    """
+    from pdlaunch.node.completion import NOT_OPENAI
     from pdlaunch.node.recall import run_recall
     from pdlaunch.node.spec import RecallSpec
 
+    def no_endpoint(found: dict[str, Any]) -> str:
+        error = str(found["error"])
+        if found["status"] == 0 and error and not found["hang"]:
+            return f"unreachable: {error[:300]}"
+        if found["status"] in _REFUSALS or found["status"] // 100 == 3:
+            return f"{error[:300]} ({question.url})"
+        return f"{question.url} is {error[:300]}" if error.startswith(NOT_OPENAI) else ""
+
     out = question.out or Path(tempfile.mkdtemp(prefix="pdlaunch-recall-"))
+    say(f"answers: {out}")
     spec = RecallSpec(question.prompts, question.prompt_tokens, ("before",), question.max_tokens)
 
+    stop = threading.Event()
+    refused: list[str] = []
+
     def row(found: dict[str, Any]) -> None:
+        if found["prompt"] == 0 and (why := no_endpoint(found)):
+            refused.append(why)
+            stop.set()
+            return
         say(f"prompt {found['prompt']}: {'correct' if found['correct'] else 'WRONG: ' + str(found['why'])[:160]}")
 
     try:
         result = run_recall(
-            question.url, question.model, spec, "before", secrets.token_hex(6), out, question.timeout_s, threading.Event(), on_row=row
+            question.url, question.model, spec, "before", secrets.token_hex(6), out, question.timeout_s, stop, on_row=row
         )
     except ValueError as e:
         raise SubmitError(str(e), rule="--url http://HOST:PORT and a prompt length of at least 64 tokens") from None
+    if refused:
+        raise SubmitError(refused[0], rule="--url and --model of an OpenAI-compatible endpoint that this machine may use")
     return {
         "correct": result.correct,
         "asked": result.asked,

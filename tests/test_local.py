@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdlaunch import bundle, local
+from pdlaunch import archive, bundle, local, session
 from pdlaunch.errors import SubmitError
 from tests.golden_cases import ROOT
 from tests.test_bundle import make
@@ -27,8 +28,9 @@ run.mkdir(parents=True)
 def stop(signum, frame):
     print("stopped by", signal.Signals(signum).name, flush=True)
     sys.exit(130)
-for s in (signal.SIGINT, signal.SIGTERM):
+for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(s, signal.SIG_IGN if {stubborn} else stop)
+(run / "events.jsonl").touch()
 (run / "pid").write_text(f"{{os.getpid()}} {{os.getpgid(0)}}")
 print("argv", *sys.argv[1:], flush=True)
 if {wait}:
@@ -65,7 +67,7 @@ def signal_after(path: Path, signum: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize(("signum", "handed_on"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGTERM")])
+@pytest.mark.parametrize(("signum", "handed_on"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")])
 def test_a_signal_is_handed_on_once(tmp_path: Path, signum: int, handed_on: str) -> None:
     made, run, log = make_bundle(tmp_path, wait=True), tmp_path / "run", tmp_path / "log"
     before = signal.getsignal(signum)
@@ -78,7 +80,7 @@ def test_a_signal_is_handed_on_once(tmp_path: Path, signum: int, handed_on: str)
 
 
 def test_a_supervisor_that_does_not_leave_is_killed_with_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "STOP_S", 0.5)
+    monkeypatch.setattr(local, "LAST_RESORT_S", 0.5)
     made, run, log = make_bundle(tmp_path, wait=True, stubborn=True), tmp_path / "run", tmp_path / "log"
     thread = signal_after(run / "pid", signal.SIGINT)
     with log.open("w", encoding="utf-8") as output:
@@ -88,6 +90,88 @@ def test_a_supervisor_that_does_not_leave_is_killed_with_its_group(tmp_path: Pat
     assert pid == group != os.getpgid(0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+KILLED = """
+import json, os, shutil, signal, subprocess, sys, tempfile, time
+from pathlib import Path
+run = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+(run / "nodes").mkdir(parents=True)
+(run / "logs").mkdir()
+shutil.copy("spec.json", run)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+tmp = tempfile.mkdtemp(prefix="pdl-")
+tool_tmp = tempfile.mkdtemp(prefix="pdl-")
+other = subprocess.Popen(["sleep", "600"], start_new_session=True, env={{**os.environ, "TMPDIR": tool_tmp}})
+event = {{"utc": "", "monotonic_s": 0, "stage": "job_started", "state": "end", "tmp_dir": tmp}}
+(run / "events.jsonl").write_text(json.dumps(event) + "\\n")
+(run / "left").write_text(f"{{other.pid}} {{tmp}} {{tool_tmp}}")
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "signalled"), [("time.sleep(60)", True), ("os.kill(os.getpid(), signal.SIGKILL)", False)])
+def test_what_a_killed_supervisor_leaves_is_swept_and_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str, signalled: bool
+) -> None:
+    monkeypatch.setattr(local, "LAST_RESORT_S", 0.5)
+    monkeypatch.setattr(local, "SWEEP_S", 0.5)
+    made, run = make_bundle(tmp_path), tmp_path / "run"
+    (made / "node" / "__main__.py").write_text(KILLED.format(end=end), encoding="utf-8")
+    thread = signal_after(run / "left", signal.SIGTERM) if signalled else None
+    assert local.run(made, run, sys.executable) == (130 if signalled else 3)
+    if thread is not None:
+        thread.join()
+    pid, *folders = (run / "left").read_text(encoding="utf-8").split()
+    assert "State:\tZ" in state if (state := status(pid)) else True
+    assert [f for f in folders if Path(f).exists()] == []
+    assert json.loads((run / "verdict.json").read_text(encoding="utf-8"))["verdict"] == "INCOMPLETE"
+    ended = ("interrupted by SIGTERM; " if signalled else "") + "the supervisor was killed by SIGKILL"
+    assert json.loads((run / "manifest.json").read_text(encoding="utf-8"))["ended"] == ended
+    assert archive.verify(run).intact
+    shown = capsys.readouterr()
+    assert ended in shown.err
+    assert shown.out.startswith("INCOMPLETE")
+
+
+def status(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
+def test_a_signal_before_the_supervisor_listens_waits_for_it(tmp_path: Path) -> None:
+    made, run, log = make_bundle(tmp_path, wait=True), tmp_path / "run", tmp_path / "log"
+    main = made / "node" / "__main__.py"
+    early = main.read_text(encoding="utf-8").replace("run.mkdir(parents=True)", "run.mkdir(parents=True)\nimport time\ntime.sleep(0.6)")
+    main.write_text(early, encoding="utf-8")
+    thread = signal_after(run, signal.SIGINT)
+    with log.open("w", encoding="utf-8") as output:
+        assert local.run(made, run, sys.executable, output) == 130
+    thread.join()
+    assert "stopped by SIGINT" in log.read_text(encoding="utf-8")
+    assert "Traceback" not in log.read_text(encoding="utf-8")
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    made, run, log = make_bundle(tmp_path), tmp_path / "run", tmp_path / "log"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    thread = signal_after(run / "pid", signal.SIGHUP)
+    try:
+        with log.open("w", encoding="utf-8") as output:
+            assert local.run(made, run, sys.executable, output) == 0
+        thread.join()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_two_bundles_of_one_second_do_not_meet(tmp_path: Path) -> None:
+    found = make("local")
+    found = dataclasses.replace(found, context=dataclasses.replace(found.context, root=tmp_path))
+    first, second = session.new_bundle(found, None), session.new_bundle(found, None)
+    assert first != second
+    assert first.parent == second.parent == tmp_path / "bundles"
 
 
 def test_a_python_that_cannot_be_started(tmp_path: Path) -> None:

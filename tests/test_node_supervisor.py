@@ -142,7 +142,7 @@ def test_engines_that_never_get_ready_end_at_the_deadline_with_what_is_missing(j
     assert_archived(one)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_stops_a_job_whose_engines_ignore_term_and_archives_it(job, tmp_path, signum):
     one = job(fake_pair(tmp_path, (fake_frontend("never_ready"),), prefill=("ignores_term",), decode=("ignores_term",)))
     one.wait_for("engines_ready")

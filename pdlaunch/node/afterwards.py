@@ -17,6 +17,7 @@ from .spec import Spec
 PLAN_S = 30.0
 PAGE_S = 60.0
 STOP_S = 2.0
+INTERRUPTED = "the run was interrupted"
 
 
 def model_config(spec: Spec, run_dir: Path) -> bool:
@@ -54,7 +55,7 @@ def _run(spec: Spec, arguments: list[str], log: Path, deadline_s: float, stop: t
     if not visible(spec):
         return "launch.py is not visible from this node"
     if stop.is_set():
-        return "the run was interrupted"
+        return INTERRUPTED
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     try:
         child = Child(f"launch.py {arguments[0]}", [*spec.run.tool_argv, *arguments], env, log)
@@ -63,6 +64,8 @@ def _run(spec: Spec, arguments: list[str], log: Path, deadline_s: float, stop: t
     ended = child.wait(deadline_s, stop)
     if ended is None:
         child.stop(STOP_S)
+        if stop.is_set():
+            return INTERRUPTED
         return f"launch.py {arguments[0]} did not end within {deadline_s:.0f} s"
     if ended.code not in (0, 1):
         return f"launch.py {arguments[0]} ended with {ended.code}: {log.read_text(encoding='utf-8', errors='replace')[-500:]}"

@@ -48,6 +48,8 @@ def chat_body(model: str, text: str, max_tokens: int, **more: Any) -> dict[str, 
     return {**body, **more}
 
 
+NOT_OPENAI = "no OpenAI endpoint"
+"""How the error of an answer begins that is 200 and neither JSON nor an event stream, as the page of a web server."""
 NVEXT = {"extra_fields": ["worker_id", "timing"]}
 
 
@@ -83,7 +85,12 @@ def complete(
 def _read(exchange: Exchange, done: Completion, began: float) -> None:
     ended = False
     if "text/event-stream" not in exchange.headers.get("content-type", ""):
-        _chunk(SseEvent("", exchange.read().decode("utf-8", errors="replace")), done, began)
+        text = exchange.read().decode("utf-8", errors="replace")
+        if text.lstrip()[:1] != "{":
+            kind = exchange.headers.get("content-type") or "no content type"
+            done.error = f"{NOT_OPENAI}: the answer is not JSON ({kind}): {text[:200]!r}"
+            return
+        _chunk(SseEvent("", text), done, began)
         ended = True
     else:
         for event in exchange.events():

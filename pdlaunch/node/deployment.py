@@ -22,6 +22,7 @@ from .spec import Role, ServiceSpec, Spec
 
 _STOP_ORDER: tuple[tuple[Role, ...], ...] = (("decode", "agg", "control"), ("prefill",))
 _SERVICE_STOP_S = 2.0
+_LATE_S, _LATE_AT_ONCE_S = 3.0, 0.5
 _READY_POLL_S = 0.25
 _TAIL_LINES_AT_DEADLINE = 8
 
@@ -164,7 +165,8 @@ class Deployment:
             left = deadline - time.monotonic() - _SERVICE_STOP_S
             group = [r for r in self.ranks if r.engine.role in roles]
             if group:
-                stop_ranks(group, max(1.0, left / 2 if number < len(rounds) else left - 2.0))
+                grace_s = max(1.0, left / 2 if number < len(rounds) else left - 2.0)
+                stop_ranks(group, grace_s, _LATE_AT_ONCE_S if at_once and self.spec.run.launcher == "local" else _LATE_S)
         for name in ("frontend", "nats", "etcd"):
             stop_together([c for c in self.services if c.name == name], min(_SERVICE_STOP_S, max(0.5, deadline - time.monotonic())))
         return [c.name for c in (*(r.child for r in self.ranks), *self.services) if c.killed]

@@ -78,8 +78,8 @@ def missing_facts(ranks: Sequence[RunningRank]) -> list[str]:
     return [r.process for r in ranks if not r.facts_path.exists()]
 
 
-def stop_ranks(ranks: Sequence[RunningRank], grace_s: float) -> None:
-    """Ask every wrapper to stop its engine within grace_s; a wrapper that does not end is killed with its step."""
+def stop_ranks(ranks: Sequence[RunningRank], grace_s: float, late_s: float = 3.0) -> None:
+    """Ask every wrapper to stop its engine within grace_s; one that does not end has late_s after a TERM, then it is killed."""
     for rank in ranks:
         rank.child.asked = True
         if rank.child.poll() is None and rank.child.popen.stdin is not None:
@@ -92,8 +92,9 @@ def stop_ranks(ranks: Sequence[RunningRank], grace_s: float) -> None:
     late = [r for r in ranks if r.child.poll() is None]
     for rank in late:
         rank.child.terminate()  # srun kills its step; a local wrapper stops its engine by the end of the grace below
+    deadline = time.monotonic() + late_s
     for rank in late:
-        rank.child.wait(3.0)
+        rank.child.wait(max(0.0, deadline - time.monotonic()))
     for rank in ranks:
         rank.child.kill_group()
 

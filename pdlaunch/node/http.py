@@ -21,6 +21,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _POLL_S = 0.1
+MAX_LINE_BYTES = 1 << 20
+"""A line of a stream that is longer is not read to its end: no chunk of an answer is, and its pieces would be copied again and again."""
+MAX_BODY_BYTES = 64 << 20
 
 
 class HttpError(Exception):
@@ -119,12 +122,13 @@ class Exchange:
         deadline = time.monotonic() + timeout_s
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
-            self._sock = socket.create_connection((parts.hostname, port), timeout=timeout_s)
+            self._sock = _connected(parts.hostname, port, deadline)
         except TimeoutError:
             raise Hang(f"{method} {url}: no connection after {timeout_s:g} s") from None
         except OSError as e:
             raise Unreachable(f"{method} {url}: {e}") from e
         try:
+            self._sock.settimeout(max(0.001, deadline - time.monotonic()))
             if parts.scheme == "https":
                 self._sock = _encrypted(self._sock, parts.hostname)
             self._send(method, parts.netloc, f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}", body, headers or {})
@@ -156,17 +160,22 @@ class Exchange:
             raise Unreachable(f"{self.url}: {type(e).__name__}: {e}") from e
 
     def read(self) -> bytes:
-        try:
-            return self._response.read()
-        except (OSError, http.client.HTTPException, HttpError, ValueError) as e:
-            self._translate(e)
-            raise
+        """The whole body; Unreachable when it is cut off or larger than MAX_BODY_BYTES."""
+        pieces, size = [], 0
+        while piece := self._piece():
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_BODY_BYTES:
+                raise Unreachable(f"{self.url}: the body is larger than {MAX_BODY_BYTES} bytes")
+        return b"".join(pieces)
 
     def lines(self) -> Iterator[str]:
         """Lines of the body without their ends, as they arrive; Unreachable when the body is cut off."""
         rest = b""
         while piece := self._piece():
             *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > MAX_LINE_BYTES:
+                raise Unreachable(f"{self.url}: a line of the stream is longer than {MAX_LINE_BYTES} bytes")
             for line in lines:
                 yield line.decode("utf-8", errors="replace").rstrip("\r")
         if rest:
@@ -213,6 +222,22 @@ class Exchange:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    """A connection to the first address that answers; all of them share the deadline. TimeoutError, or the OSError of the last one."""
+    failure: OSError = TimeoutError()
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(address)
+        except OSError as e:
+            sock.close()
+            failure = e
+        else:
+            return sock
+    raise failure
 
 
 def _encrypted(sock: socket.socket, host: str) -> socket.socket:

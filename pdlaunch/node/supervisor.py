@@ -26,10 +26,12 @@ from .procfs import adopt_orphans
 from .spec import LoadPhase, RecallTime, Spec, load_spec
 
 EXIT_VALID, EXIT_VERDICT, EXIT_BAD_INPUT, EXIT_UNEXPECTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
-_STOP_BUDGET_S = {"SIGINT": 7.0, "SIGTERM": 16.0}
-"""Ctrl-C ends within 10 s; Slurm kills 30 s (KillWait) after TERM."""
+_STOP_BUDGET_S = {"local": 6.0, "slurm": 16.0}
+"""From a signal to the last process. A person waits at most 10 s, judging included; Slurm kills 30 s (KillWait) after TERM."""
 _SIGNAL_RACE_S = 0.5
 _HALT_S = 2.0
+_PROGRESS_S = 10.0
+_POLL_S = 0.1
 MIN_FREE_GIB = 0.25
 
 
@@ -45,6 +47,7 @@ class Run:
         self.began = time.monotonic()
         self.stop_event = threading.Event()
         self.signal_name = ""
+        self.signalled = 0.0
         self.events = Events(run_dir / "events.jsonl")
         self.seed = f"{run_dir.name}-{secrets.token_hex(4)}"
         self.deployment = Deployment(spec, spec_path, run_dir, f"pdl-{job}-{secrets.token_hex(2)}", self.stop_event, self.say)
@@ -57,12 +60,14 @@ class Run:
         print(f"[{time.monotonic() - self.began:7.1f} s] {text}", flush=True)
 
     def listen(self) -> None:
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._on_signal)
+        """TERM and INT, and HUP unless it is ignored (nohup)."""
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         if not self.signal_name:
-            self.signal_name = signal.Signals(signum).name
+            self.signal_name, self.signalled = signal.Signals(signum).name, time.monotonic()
             self.stop_event.set()
 
     def note(self, stage: str, state: Literal["begin", "end", "failed", "note"], **detail: Any) -> None:
@@ -120,12 +125,16 @@ class Run:
                 threads[0].join(0.1) if threads[0].is_alive() else time.sleep(0.1)
         finally:
             halt.set()
-            deadline = time.monotonic() + _HALT_S
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+            if not self.stop_event.is_set():  # shut_down waits for them, while the engines stop
+                self._join(_HALT_S)
         if errors:
             raise errors[0]
         self.deployment.check()
+
+    def _join(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def snapshot(self, when: str) -> None:
         for process, reason in snapshots.take(self.deployment.metrics_urls(), when, self.run_dir / "metrics").items():
@@ -175,7 +184,8 @@ class Run:
                 self.wrong_text(f"recall_{when}", f"recall {when} load: {found.correct} of {found.asked}, {found.hangs} hangs")
 
     def behaviour(self) -> None:
-        from .behaviour import BuildFacts, run_behaviour
+        from .behaviour import run_behaviour
+        from .build import BuildFacts
 
         spec = self.spec
         nodes = {r.process: r.facts() or {} for r in self.deployment.ranks}
@@ -208,7 +218,7 @@ class Run:
         for number, phase in enumerate(phases):
             works = [functools.partial(self._phase, phase)]
             self.loading = True
-            self.watch([*works, *([self._recall_during] if number == heaviest else [])])
+            self.watch([*works, self._progress(phase.name), *([self._recall_during] if number == heaviest else [])])
         self.snapshot("after_load")
 
     def _phase(self, phase: LoadPhase, halt: threading.Event) -> None:
@@ -224,6 +234,21 @@ class Run:
                     self.wrong_text("load", f"phase {phase.name} did not pass", phase=phase.name)
         finally:
             self.loading = False
+
+    def _progress(self, name: str) -> Callable[[threading.Event], None]:
+        """Says every _PROGRESS_S that the phase still runs, and what the frontend has in flight."""
+        urls = {"frontend": f"{self.deployment.base_url}/metrics"}
+        began = said = time.monotonic()
+
+        def work(halt: threading.Event) -> None:
+            nonlocal said
+            while self.loading and not halt.wait(_POLL_S):
+                if time.monotonic() - said > _PROGRESS_S:
+                    said = time.monotonic()
+                    busy = snapshots.in_flight(urls, halt).get("frontend")
+                    self.say(f"load: {name}: {said - began:.0f} s" + ("" if busy is None else f", {busy:.0f} requests in flight"))
+
+        return work
 
     def _recall_during(self, halt: threading.Event) -> None:
         """Recall while the load tool has requests in flight: it starts when the frontend says that some are."""
@@ -272,10 +297,13 @@ class Run:
     def shut_down(self) -> None:
         self.say("stopping")
         self.note("stopped", "begin", log_bytes=self.deployment.log_bytes())
-        budget_s = _STOP_BUDGET_S.get(self.signal_name, min(self.spec.deadlines.stop_s, 60.0))
+        budget_s = min(self.spec.deadlines.stop_s, 60.0)
+        if self.signal_name:
+            budget_s = self.signalled + _STOP_BUDGET_S[self.spec.run.launcher] - time.monotonic()
         killed = self.deployment.stop(budget_s, at_once=bool(self.signal_name))
-        for thread in self.threads:
-            thread.join(_HALT_S)
+        self._join(_HALT_S)
+        kill_descendants()  # of a wrapper that was itself killed, and a load tool that does not leave
+        self._join(_HALT_S)
         self.deployment.clean_up()
         self.note("stopped", "end", killed=killed)
 
@@ -324,10 +352,10 @@ def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
     run = Run(spec, spec_path, run_dir, job)
     run.listen()
     run.say(f"run: {run_dir}")
-    run.note("job_started", "end", job=job, host=os.uname().nodename, pid=os.getpid(), run_dir=str(run_dir))
+    run.note("job_started", "end", job=job, host=os.uname().nodename, pid=os.getpid(), run_dir=str(run_dir),
+             tmp_dir=str(run.deployment.tmp_dir))
     ended, code = _until_the_end(run)
     run.shut_down()
-    kill_descendants()  # of a wrapper that was itself killed
     try:
         verdict = run.finish(ended)
     except OSError as e:
@@ -341,6 +369,8 @@ def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
         print(f"page: none; {why}", flush=True)
     else:
         print(f"page: {run_dir.with_name(run_dir.name + '.html')}", flush=True)
+    if run.stop_event.is_set():
+        return code or EXIT_INTERRUPTED
     return code or (EXIT_VALID if verdict.verdict == "VALID" else EXIT_VERDICT)
 
 

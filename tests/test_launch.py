@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from tests.fakes import openai_server, slurm_commands
+from tests.fakes import openai_server, raw_server, slurm_commands
 from tests.golden_cases import ROOT
 
 
@@ -227,3 +230,66 @@ def test_recall_alone_against_any_endpoint(tmp_path: Path) -> None:
     done = launch("recall", "--url", "ftp://x", "--model", "m", "--out", str(tmp_path / "none"))
     assert done.returncode == 2
     assert not (tmp_path / "none").exists()
+
+
+HTML = raw_server.respond(200, "<html>it works</html>", "text/html")
+DENIED = raw_server.respond(401, '{"error": {"message": "no key"}}')
+
+
+@pytest.mark.parametrize(("answer", "said"), [(HTML, "is no OpenAI endpoint: the answer is not JSON (text/html)"), (DENIED, "HTTP 401")])
+def test_recall_of_what_is_no_endpoint_is_said_once(tmp_path: Path, answer: bytes, said: str) -> None:
+    heads: list[bytes] = []
+
+    def reply(connection: socket.socket, head: bytes, done: threading.Event) -> None:
+        heads.append(head)
+        connection.sendall(answer)
+
+    with raw_server.raw_server(reply) as url:
+        done = launch("recall", "--url", url, "--model", "m", "--prompts", "3", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.count(said) == 1, done.stderr
+    assert "WRONG" not in done.stderr
+    assert f"answers: {tmp_path}" in done.stderr
+    assert len(heads) == 1
+
+
+def test_recall_of_a_closed_port_and_a_deadline_that_is_none(tmp_path: Path) -> None:
+    with raw_server.raw_server(raw_server.answering(HTML)) as url:
+        pass
+    done = launch("recall", "--url", url, "--model", "m", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.count("unreachable: ") == done.stderr.count("refused") == 1
+    assert "WRONG" not in done.stderr
+    for value in ("-1", "0"):
+        assert launch("recall", "--url", url, "--model", "m", "--timeout-s", value).returncode == 2
+
+
+def test_ctrl_c_during_the_imports_is_no_trace(tmp_path: Path) -> None:
+    """A click that never finishes loading, so that the signal certainly comes before main()."""
+    (tmp_path / "click.py").write_text("print('loading', flush=True)\nimport time\ntime.sleep(60)\n", encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "launch.py"), "list"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "loading\n"
+        child.send_signal(signal.SIGINT)
+        _, said = child.communicate(timeout=30)
+    assert (child.returncode, said) == (130, "interrupted\n")
+
+
+def test_ctrl_c_while_an_answer_is_awaited_ends_at_once(tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    def silent(connection: socket.socket, head: bytes, done: threading.Event) -> None:
+        asked.set()
+        done.wait(60)
+
+    with raw_server.raw_server(silent) as url:
+        words = ["recall", "--url", url, "--model", "m", "--timeout-s", "3600", "--out", str(tmp_path)]
+        with subprocess.Popen([sys.executable, str(ROOT / "launch.py"), *words], cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:
+            assert asked.wait(60)
+            child.send_signal(signal.SIGINT)
+            _, said = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert said.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in said

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import ssl
 import subprocess
 import threading
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pdlaunch.node import http
 from pdlaunch.node.contracts import ANSWER_KEYS
 from pdlaunch.node.recall import RecallResult, run_recall
 from pdlaunch.node.spec import RecallSpec
@@ -209,3 +212,40 @@ def test_https_with_a_trusted_certificate(tmp_path: Path, monkeypatch: pytest.Mo
     assert refused.correct == 0
     assert "CERTIFICATE_VERIFY_FAILED" in refused.rows[0]["why"]
     assert hung.hangs == 2
+
+
+def test_an_endless_line_does_not_outlive_the_deadline(tmp_path: Path) -> None:
+    """Pieces come without an end of line, as fast as they are read; the line is given up at its limit."""
+    sent = []
+
+    def endless(reply: fake.Reply) -> None:
+        reply.head()
+        with contextlib.suppress(OSError):
+            while True:
+                reply.raw("data: " + "x" * 65536)
+                sent.append(65536)
+
+    result = recall(tmp_path, endless, RecallSpec(prompts=1, prompt_tokens=300, when=("before",)), timeout_s=30.0)
+    assert (result.correct, result.hangs) == (0, 0)
+    assert "longer than 1048576 bytes" in result.rows[0]["why"]
+    assert sum(sent) < 50e6
+
+
+def test_addresses_of_a_host_share_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of four addresses would have had the whole time; the second is asked with what the first one left, which is nothing."""
+    asked: list[float] = []
+
+    class Silent(socket.socket):
+        def connect(self, address: object) -> None:
+            asked.append(self.gettimeout() or 0.0)
+            clock[0] += asked[-1]
+            raise TimeoutError
+
+    clock = [1000.0]
+    monkeypatch.setattr(http.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(http.socket, "socket", Silent)
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 9))] * 4
+    monkeypatch.setattr(http.socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(http.Hang):
+        http.get("http://many.example", timeout_s=3.0)
+    assert sum(asked) == pytest.approx(3.0, abs=0.1)

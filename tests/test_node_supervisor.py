@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,14 @@ from pathlib import Path
 import pytest
 
 from pdlaunch.archive import verify
+from pdlaunch.node import afterwards, supervisor
 from pdlaunch.node.contracts import SNAPSHOTS, write_json
 from pdlaunch.node.process import StageFailed
 from pdlaunch.node.spec import Deadlines, LoadPhase, LoadSpec, Proof, RecallSpec, ServiceSpec, to_json
-from pdlaunch.node.supervisor import Run, make_run_dir
+from pdlaunch.node.supervisor import Run, make_run_dir, supervise
 from tests.envs import aiperf, engine_python
 from tests.fakes import specs
+from tests.fakes.raw_server import answering, raw_server, respond
 
 ROOT = Path(__file__).parent.parent
 CHILD, FRONTEND = (str(Path(__file__).parent / "fakes" / name) for name in ("child.py", "frontend.py"))
@@ -228,6 +231,50 @@ def test_a_full_disk_ends_the_next_stage_and_is_said(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     run.shut_down()
     assert "No space left" in capsys.readouterr().out
+
+
+def test_a_load_phase_says_that_it_runs(tmp_path, monkeypatch, capsys):
+    write_json(tmp_path / "spec.json", to_json(fake_pair(tmp_path, ())))
+    run = Run(fake_pair(tmp_path, ()), tmp_path / "spec.json", tmp_path, "test")
+    monkeypatch.setattr(supervisor, "_PROGRESS_S", 0.0)
+    metrics = respond(200, "dynamo_frontend_inflight_requests 7\n", "text/plain")
+    said = []
+
+    def say(text):
+        said.append(text)
+        run.loading = len(said) < 3
+
+    with raw_server(answering(metrics)) as url:
+        run.deployment.values |= {"head_ip": "127.0.0.1", "http_port": url.rpartition(":")[2]}
+        monkeypatch.setattr(run, "say", say)
+        run.loading = True
+        run._progress("c4")(threading.Event())
+    shutil.rmtree(run.deployment.tmp_dir)
+    assert said == ["load: c4: 0 s, 7 requests in flight"] * 3
+
+
+def test_an_interruption_after_the_verdict_leaves_it_and_ends_with_130(tmp_path, monkeypatch, capsys):
+    """The signal comes while the page is made; what the verdict was before does not change."""
+    write_json(tmp_path / "spec.json", to_json(fake_pair(tmp_path, ())))
+    monkeypatch.setattr(Run, "run", lambda self: None)
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def interrupted(spec, run_dir, stop):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wait(10)
+        return afterwards.INTERRUPTED
+
+    monkeypatch.setattr(afterwards, "page", interrupted)
+    monkeypatch.setattr(supervisor, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(supervisor, "kill_descendants", list)
+    try:
+        assert supervise(tmp_path / "spec.json", tmp_path / "run") == 130
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    assert "page: none; the run was interrupted" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["ended"] == ""
+    assert verify(tmp_path / "run").intact
 
 
 def test_a_results_folder_without_room_is_refused(tmp_path, monkeypatch):

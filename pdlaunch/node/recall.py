@@ -93,7 +93,11 @@ def run_recall(
             if on_row is not None:
                 on_row(row)
 
-        list(pool.map(one, prompts))
+        try:
+            list(pool.map(one, prompts))
+        except KeyboardInterrupt:
+            stop.set()  # or the pool would ask the rest first
+            raise
     rows.sort(key=lambda row: row["prompt"])
     return RecallResult(when, len(prompts), sum(r["correct"] for r in rows), sum(r["hang"] for r in rows),
                         sum(bool(r["leaked_from"]) for r in rows), stop.is_set(), tuple(rows), path)

@@ -223,7 +223,7 @@ def mocker_pair(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
     """(URL of a real frontend, model folder, metrics URLs) with Dynamo's mocker as prefill and decode, found through files."""
     python = str(engine_python([]))
     http, *ports = free_ports(3)
-    model = ROOT / "models" / "mocker"
+    model = ROOT / "models" / "mocker-words"
     loopback = dict.fromkeys(
         ("DYN_HTTP_HOST", "DYN_SYSTEM_HOST", "DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST"), "127.0.0.1"
     )
@@ -271,7 +271,8 @@ def mocker_pair(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
         yield url, model, [f"http://127.0.0.1:{port}/metrics" for port in ports]
     finally:
         for process in started:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

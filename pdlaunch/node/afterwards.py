@@ -34,7 +34,12 @@ def visible(spec: Spec) -> bool:
 
 
 def plan(spec: Spec, run_dir: Path, stop: threading.Event) -> str:
-    """Write plan.json (`launch.py plan --run`); the reason why not, or ''. Before the manifest, which names it."""
+    """Write plan.json (`launch.py plan --run`); the reason why not, or ''. Before the manifest, which names it.
+
+    Nothing is written for a bundle that knows no launch.py, nor for the mocker, which has no cache to price.
+    """
+    if not spec.run.tool_argv or all(engine.kind == "dynamo.mocker" for engine in spec.engines):
+        return ""
     log = run_dir / "plan.log"
     reason = _run(spec, ["plan", "--run", str(run_dir), "--format", "json"], log, PLAN_S, stop)
     if not reason:

@@ -19,9 +19,13 @@ from .memory import kv_bytes
 from .rules import Finding, role_findings
 from .shape import RoleShape
 from .specs import backend_of, heads_per_rank, model_dtype
+from .transfer import transfer
 
 PER_REGION_PATCH = "vllm-0.31.0-nixl-per-region-kv-heads"
 PER_GROUP_PATCH = "vllm-0.31.0-nixl-per-group-pages"
+PER_GROUP_BACKENDS = {"CPU_ATTN": True, "FLASH_ATTN": False, "TRITON_ATTN": False}
+"""Backends whose page layout the per-group patch knows -> whether a run has proven it (patches/README.md)."""
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,65 @@ def _mixed_heads(pair: Pair) -> Iterator[Finding]:
         yield Finding("info", "mixed-heads-patched", f"needs {', '.join(sorted(needed))}, which the recipe applies: {why}")
 
 
+def _page_layout(pair: Pair) -> Iterator[Finding]:
+    """Token splits depend on the byte order of a backend's pages, so the per-group patch knows a list of them."""
+    if PER_GROUP_PATCH not in needed_patches(pair) & pair.patches:
+        return
+    if pair.p.tensor_parallel < pair.d.tensor_parallel:
+        for ours, theirs in zip(pair.decode.groups, pair.prefill.groups, strict=False):
+            if theirs.first.block_size % ours.first.block_size:
+                sizes = f"blocks of {theirs.first.block_size} tokens at prefill and {ours.first.block_size} at decode"
+                message = f"{PER_GROUP_PATCH} reads larger blocks into smaller ones only; {ours.first.kind} layers have {sizes}"
+                fix = "a smaller decode TP, or hybrid_kv_cache_manager: false"
+                yield Finding("error", "page-layout", message, fix, _requests_lost(pair.decode, hybrid_manager=False))
+                break
+    backend = pair.d.backend
+    if backend not in PER_GROUP_BACKENDS:
+        message = f"{PER_GROUP_PATCH} does not know the page layout of {backend}"
+        fix = f"attention_backend: one of {', '.join(PER_GROUP_BACKENDS)}, or hybrid_kv_cache_manager: false"
+        yield Finding("error", "page-layout", message, fix)
+    elif pair.d.cpu and model_dtype(pair.model, pair.d) != "float32":
+        message = f"{PER_GROUP_PATCH} knows the pages of CPU_ATTN in float32 only"
+        yield Finding("error", "page-layout", message, "dtype: float32 on both roles")
+    elif not PER_GROUP_BACKENDS[backend]:
+        message = f"{PER_GROUP_PATCH} has not been proven on GPUs yet ({backend}: byte-exact in tests on CPU tensors only)"
+        yield Finding("warning", "per-group-unproven", message, "trust a run only with recall before, during and after load")
+
+
+def _manager_choice(pair: Pair) -> Iterator[Finding]:
+    """Where heads scale unevenly: both settings of the hybrid manager side by side, and which one to take."""
+    if pair.has_state or not unevenly_scaled(pair.model, pair.p.tensor_parallel, pair.d.tensor_parallel):
+        return
+    tokens, prices, rows = pair.d.max_model_len, [], []
+    for on in (True, False):
+        try:
+            sides = [plan_layout(pair.model, shape.with_changes(hybrid_manager=on)) for shape in (pair.p, pair.d)]
+        except PlanError:
+            return
+        decode = sides[1]
+        prices.append(decode.steady(tokens).blocks * decode.block_bytes)
+        memory = kv_bytes(pair.model, decode.shape)
+        try:
+            fit = "" if memory is None else f"{capacity(decode, memory).requests(tokens, held=True)} of them fit at decode, "
+        except PlanError:
+            fit = "none fits at decode, "
+        held, moved = prices[-1] / _MIB, transfer(decode, tokens).bytes_per_rank / _MIB
+        patches = ", ".join(sorted(needed_patches_of(*sides)))
+        rows.append(f"a request of {tokens:,} tokens holds {held:,.0f} MiB per rank, {fit}it moves {moved:,.0f} MiB to each; {patches}")
+    reads_up = pair.p.tensor_parallel < pair.d.tensor_parallel
+    proven = PER_GROUP_BACKENDS.get(pair.d.backend)
+    best, why = False, "smaller or equal price"
+    if prices[0] < prices[1]:
+        best, why = bool(reads_up and proven), f"{prices[1] / prices[0]:.1f} times the requests"
+        if not reads_up:
+            why = "the other needs decode TP above prefill TP"
+        elif not proven:
+            why = f"until the other is proven with {pair.d.backend}"
+    for on, row in zip((True, False), rows, strict=True):
+        mark = f"; recommended: {why}" if on == best else ""
+        yield Finding("info", f"manager-{'on' if on else 'off'}", f"hybrid_kv_cache_manager: {str(on).lower()}: {row}{mark}")
+
+
 def _requests_lost(layout: Layout, **changes: object) -> int | None:
     """Requests of max_model_len that one cache holds fewer, by the steady price, after a change; None if memory is unknown."""
     before = kv_bytes(layout.model, layout.shape)
@@ -232,7 +295,15 @@ def _sizes(pair: Pair) -> Iterator[Finding]:
             yield Finding("info", "seqs-above-capacity", message, f"max_num_seqs of at most {fits}, or shorter requests")
 
 
-CHECKS: tuple[Callable[[Pair], Iterator[Finding]], ...] = (_same, _tensor_parallel, _mixed_heads, _block_sizes, _sizes)
+CHECKS: tuple[Callable[[Pair], Iterator[Finding]], ...] = (
+    _same,
+    _tensor_parallel,
+    _mixed_heads,
+    _page_layout,
+    _manager_choice,
+    _block_sizes,
+    _sizes,
+)
 
 
 def check_roles(model: Model, prefill: RoleShape, decode: RoleShape, patches: frozenset[str]) -> list[Finding]:

@@ -11,7 +11,7 @@ from tests.e2e import runs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
-@pytest.mark.parametrize("recipe", ["tiny-p4d8"])
+@pytest.mark.parametrize("recipe", ["tiny-p4d8", "tiny-p4d8-hybrid"])
 def test_the_head_counts_of_gemma4_31b_from_tp4_to_tp8(tmp_path: Path, recipe: str) -> None:
     """Twelve engine processes and a control: recall, token-for-token agreement with aggregated serving, bytes as the geometry says."""
     run = runs.run_here(recipe, tmp_path)

@@ -1,0 +1,81 @@
+"""Both settings of the hybrid manager side by side, and page layouts that the per-group patch does not know."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pdlaunch.planner.compat import PER_GROUP_PATCH, PER_REGION_PATCH, check_roles
+from pdlaunch.planner.config import load_config
+from pdlaunch.planner.families import read_model
+from pdlaunch.planner.rules import Finding
+from pdlaunch.planner.shape import RoleShape
+from tests.envs import ROOT
+from tests.planner.models import model
+
+BOTH = frozenset({PER_REGION_PATCH, PER_GROUP_PATCH})
+GEMMA = RoleShape(max_model_len=32768, block_size=64, hybrid_manager=True, gpu_memory_gib=140.0)
+
+
+def found(p: int, d: int, shape: RoleShape = GEMMA, patches: frozenset[str] = BOTH) -> dict[str, Finding]:
+    sides = [shape.with_changes(tensor_parallel=tp) for tp in (p, d)]
+    return {f.code: f for f in check_roles(model("gemma-4-31b-it"), *sides, patches)}
+
+
+def test_both_choices_with_their_requests_bytes_and_patches() -> None:
+    rows = found(4, 8)
+    on, off = rows["manager-on"].message, rows["manager-off"].message
+    assert "holds 746 MiB per rank" in on
+    assert "moves 740 MiB to each" in on
+    assert PER_GROUP_PATCH in on
+    assert "holds 3,840 MiB per rank" in off
+    assert "moves 3,840 MiB to each" in off
+    assert PER_GROUP_PATCH not in off
+    fits = [int(re.search(r"(\d+) of them fit", text).group(1)) for text in (on, off)]  # type: ignore[union-attr]
+    assert fits[0] > 5 * fits[1]
+
+
+@pytest.mark.parametrize("manager", [True, False])
+def test_the_choices_do_not_depend_on_the_one_that_was_made(manager: bool) -> None:
+    rows = found(4, 8, GEMMA.with_changes(hybrid_manager=manager))
+    assert [rows[code].message for code in ("manager-on", "manager-off")] == [
+        found(4, 8)[code].message for code in ("manager-on", "manager-off")
+    ]
+
+
+def test_on_a_cpu_the_manager_on_is_recommended() -> None:
+    cpu = GEMMA.with_changes(backend="CPU_ATTN", dtype="float32")
+    rows = found(4, 8, cpu)
+    assert "recommended" in rows["manager-on"].message
+    assert "recommended" not in rows["manager-off"].message
+    assert "per-group-unproven" not in rows
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_gpu_backends_warn_until_they_are_proven(backend: str) -> None:
+    rows = found(4, 8, GEMMA.with_changes(backend=backend))
+    assert rows["per-group-unproven"].severity == "warning"
+    assert f"recommended: until the other is proven with {backend}" in rows["manager-off"].message
+
+
+def test_unknown_page_layouts_are_errors() -> None:
+    assert found(4, 8, GEMMA.with_changes(backend="FLASHINFER"))["page-layout"].severity == "error"
+    assert "float32 only" in found(4, 8, GEMMA.with_changes(backend="CPU_ATTN", dtype="bfloat16"))["page-layout"].message
+
+
+def test_decode_blocks_that_do_not_divide_prefill_blocks_are_errors() -> None:
+    """4 sliding and 1 global heads: at TP4 the sliding layers get the larger blocks."""
+    small = read_model(load_config(ROOT / "models" / "gemma4-recall-4x1" / "config.json"))
+    shape = RoleShape(max_model_len=4096, block_size=64, backend="CPU_ATTN", dtype="float32", hybrid_manager=True)
+    for decode, refused in ((2, False), (4, True)):
+        rows = check_roles(small, shape.with_changes(tensor_parallel=1), shape.with_changes(tensor_parallel=decode), BOTH)
+        found = [f for f in rows if f.code == "page-layout"]
+        assert bool(found) == refused
+    assert "reads larger blocks into smaller ones only; sliding layers have blocks of" in found[0].message
+
+
+def test_pairs_that_scale_alike_and_decode_below_prefill() -> None:
+    assert "manager-on" not in found(2, 4, patches=frozenset())
+    rows = found(8, 4)
+    assert "recommended: the other needs decode TP above prefill TP" in rows["manager-off"].message

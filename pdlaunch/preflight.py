@@ -36,11 +36,13 @@ def findings(job: Job, *, submitting: bool = True) -> list[Finding]:
     checks: list[Callable[[Job], str]] = [_secrets, _model, _time_limit]
     here = job.cluster.launcher == "local"
     if here:
-        checks += [_python, _build, _aiperf, _control_plane, _port]
+        checks += [_python, _aiperf, _control_plane, _port]
     elif job.cluster.models_visible:
-        checks += [_python, _build, _aiperf]
+        checks += [_python, _aiperf]
     if submitting:
         checks += [_results, _disk, *([] if here else [_slurm])]
+    if _python in checks:
+        checks.append(_build)
     out = []
     for check in checks:
         name = check.__name__.strip("_").replace("_", " ")

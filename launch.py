@@ -186,7 +186,7 @@ def patch(context: click.Context, verb: str, names: tuple[str, ...], python: str
 
     if python is None:
         raise click.UsageError("--python PYTHON: which environment?")
-    site_packages = patching.site_packages_of(Path(python).absolute().parent.parent)
+    site_packages = patching.site_packages_of(Path(python))
     context.exit(patching.main([verb, *names, "--site-packages", str(site_packages), *(["--dry-run"] if dry_run else [])]))
 
 

@@ -73,18 +73,11 @@ class _Survey:
     """What is installed: versions and hashes, read once."""
 
     def __init__(self, site_packages: Path, series: Series) -> None:
-        if not site_packages.is_dir():
-            raise PatchError(
-                f"{site_packages} is not a folder",
-                rule="the site-packages folder of the environment",
-                hint="pass --site-packages DIR",
-            )
+        _require_folder(site_packages)
         self.root, self.series = site_packages, series
         wanted = {_normal(d) for patch in series.patches for d in patch.distributions}
         self.versions = {
-            _normal(d.name): d.version
-            for d in importlib.metadata.distributions(path=[str(site_packages)])
-            if _normal(d.name) in wanted
+            _normal(d.name): d.version for d in importlib.metadata.distributions(path=[str(site_packages)]) if _normal(d.name) in wanted
         }
         self.observed = {f.path: _hash_of(site_packages / f.path) for patch in series.patches for f in patch.files}
         self.interrupted = (site_packages / STORE / "journal.json").exists()
@@ -147,17 +140,19 @@ class _Survey:
                     hint="use the patch for this version, or install that version",
                 )
             detail = "".join(
-                f"\n    {f.path}\n      observed {f.observed}\n      before   {f.before}\n      after    {f.after}"
-                for f in found.files
+                f"\n    {f.path}\n      observed {f.observed}\n      before   {f.before}\n      after    {f.after}" for f in found.files
             )
             hint = (
                 "an apply was interrupted here: run apply or revert again"
                 if self.interrupted
                 else f"reinstall {patch.distributions[0]}=={patch.version}"
             )
-            raise PatchError(
-                f"{patch.name} is half applied or its files are foreign in {self.root}:{detail}", rule=rule, hint=hint
-            )
+            raise PatchError(f"{patch.name} is half applied or its files are foreign in {self.root}:{detail}", rule=rule, hint=hint)
+
+
+def _require_folder(site_packages: Path) -> None:
+    if not site_packages.is_dir():
+        raise PatchError(f"{site_packages} is not a folder", rule="the folder of installed packages", hint="pass --site-packages DIR")
 
 
 def _normal(name: str) -> str:
@@ -189,9 +184,7 @@ def verify(site_packages: Path, series: Series, names: Collection[str]) -> dict[
     survey = _Survey(site_packages, series)
     wanted = series.closed(names)
     survey.require_known(wanted)
-    extra = {p.name for p in series.patches if p.evidence and survey.state(p).state in ("applied", "unknown")} - set(
-        names
-    )
+    extra = {p.name for p in series.patches if p.evidence and survey.state(p).state in ("applied", "unknown")} - set(names)
     missing = set(names) - survey.applied()
     if extra or missing:
         raise PatchError(
@@ -253,12 +246,7 @@ def _check_text(text: bytes, wanted: str, patch: Patch, path: str) -> None:
 
 @contextlib.contextmanager
 def _locked(site_packages: Path, wait_s: float = 60.0) -> Iterator[None]:
-    if not site_packages.is_dir():
-        raise PatchError(
-            f"{site_packages} is not a folder",
-            rule="the site-packages folder of the environment",
-            hint="pass --site-packages DIR",
-        )
+    _require_folder(site_packages)
     try:
         (site_packages / STORE / "originals").mkdir(parents=True, exist_ok=True)
         handle = (site_packages / STORE / "lock").open("w")
@@ -358,14 +346,22 @@ def _write(path: Path, text: bytes, mode: int = 0o644) -> None:
         raise
 
 
-def site_packages_of(environment: Path) -> Path:
-    """The site-packages folder of a virtual environment; PatchError unless there is exactly one."""
-    found = sorted(environment.glob("lib/python3*/site-packages"))
+def site_packages_of(python: Path) -> Path:
+    """The site-packages folder of the virtual environment of a Python; PatchError when it is none, or has not exactly one."""
+    rule = "bin/python of a virtual environment, as in .envs/engine-stock/bin/python"
+    if not python.is_file():
+        what = "is a folder" if python.is_dir() else "does not exist"
+        raise PatchError(
+            f"--python {python} {what}",
+            rule=rule,
+            hint="correct the path, or run `make setup`, which makes the environments of this machine",
+        )
+    found = sorted(Path(os.path.abspath(python)).parent.parent.glob("lib/python3*/site-packages"))  # noqa: PTH100 - links are kept
     if len(found) != 1:
         raise PatchError(
-            f"{environment} has {len(found)} site-packages folders",
-            rule="a virtual environment",
-            hint="pass --site-packages DIR",
+            f"--python {python} is not the Python of a virtual environment: {len(found)} lib/python3*/site-packages beside its bin",
+            rule=rule,
+            hint="python -m pdlaunch.patching VERB --site-packages DIR takes any folder of installed packages",
         )
     return found[0]
 

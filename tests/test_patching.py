@@ -362,8 +362,21 @@ def test_read_only_folder_is_a_message(site: Path, series: patching.Series, monk
     assert states(site, series) == ["not applied", "not applied"]
 
 
-def test_environment_folder_gives_its_site_packages(tmp_path: Path) -> None:
+def test_python_of_an_environment_gives_its_site_packages(tmp_path: Path) -> None:
     (tmp_path / "lib/python3.11/site-packages").mkdir(parents=True)
-    assert patching.site_packages_of(tmp_path) == tmp_path / "lib/python3.11/site-packages"
-    with pytest.raises(PatchError, match="0 site-packages"):
-        patching.site_packages_of(tmp_path / "lib")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    assert patching.site_packages_of(python) == tmp_path / "lib/python3.11/site-packages"
+    (tmp_path / "lib/python3.12/site-packages").mkdir(parents=True)
+    with pytest.raises(PatchError, match="2 lib/python3"):
+        patching.site_packages_of(python)
+
+
+def test_a_wrong_python_is_named_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "python").touch()
+    for given, said in (("nope", "does not exist"), ("", "is a folder"), ("python", "is not the Python of a virtual environment")):
+        with pytest.raises(PatchError) as caught:
+            patching.site_packages_of(tmp_path / given)
+        assert f"--python {tmp_path / given} {said}" in caught.value.what
+        assert caught.value.hint

@@ -91,7 +91,6 @@ LAUNCHER_FLAGS = frozenset(
         "--data-parallel-multi-port-external-lb",
         "--distributed-executor-backend",
         "--router-mode",
-        "--config",
         "--bootstrap-ports",
         "--num-workers",
         "--hf-token",
@@ -103,6 +102,9 @@ LAUNCHER_FLAGS = frozenset(
     }
 )
 """Flags with no key: the launcher decides them from the placement, or they would change what is measured."""
+
+FLAG_FILE = "--config"
+"""vLLM's FlexibleArgumentParser replaces it by the flags of a file before it parses, so dynamo.vllm takes it without listing it."""
 
 OWNED_ENV = {
     "NIXL_PTHR_DELAY_US": "nixl_progress_thread_delay_us",
@@ -176,6 +178,13 @@ def _resolve(flags: FlagList, word: str, where: Where) -> tuple[str, str | None]
     """The flag that a word names and the value attached to it (--a=1, -tp4, --json.key)."""
     head, equals, value = word.partition("=")
     attached = value if equals else None
+    if head == FLAG_FILE and "vllm" in flags.program:
+        raise RecipeError(
+            f"{word!r} is vLLM's option for a file of further flags",
+            where=where,
+            rule="every flag is written in the recipe, where it is checked and archived",
+            hint="write the flags of that file as keys of engine_args and as extra_args",
+        )
     base = head.partition(".")[0]
     for candidate in (head, base):
         spelled = candidate.replace("_", "-") if candidate.startswith("--") else candidate

@@ -106,6 +106,15 @@ def test_wrong_flags(words: tuple[str, ...], part: str) -> None:
     assert part in refused(*words)
 
 
+@pytest.mark.parametrize("program", ["dynamo.vllm", "vllm.serve"])
+@pytest.mark.parametrize("words", [("--config=/x",), ("--config", "/x.yaml")])
+def test_a_file_of_flags_is_refused_for_what_it_is(program: str, words: tuple[str, ...]) -> None:
+    message = refused(*words, program=program)
+    assert "file of further flags" in message
+    assert "abbreviates" not in message
+    assert "unknown flag" in refused(*words, program="dynamo.mocker")
+
+
 def test_each_program_has_its_own_list() -> None:
     check("--uvicorn-log-level", "info", program="vllm.serve")
     assert "unknown flag" in refused("--uvicorn-log-level", "info")

@@ -13,6 +13,7 @@ from pathlib import Path
 from pdlaunch.cluster import Cluster
 from pdlaunch.errors import LaunchError
 from pdlaunch.job import absolute
+from pdlaunch.preflight import folder_fault
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _environments(cluster: Cluster, root: Path) -> Iterator[Line]:
             yield Line(name, far, f"{python} is not {'visible here' if far else 'there'}", "make setup", seen=not far)
             continue
         try:
-            patching.verify(patching.site_packages_of(python.parent.parent), series, environment.patches)
+            patching.verify(patching.site_packages_of(python), series, environment.patches)
         except LaunchError as e:
             yield Line(name, False, e.what, e.hint or "launch.py patch status")
         else:
@@ -89,6 +90,8 @@ def _disk(cluster: Cluster, root: Path) -> Line:
         there = there.parent
     if cluster.launcher == "slurm" and there == Path(path.anchor):
         return Line("disk for results", True, f"{path} does not exist on this machine", seen=False)
+    if fault := folder_fault(path):
+        return Line("disk for results", False, fault, f"correct results_dir in {cluster.source.path}")
     free_gib = shutil.disk_usage(there).free / 2**30
     return Line(
         "disk for results", free_gib >= cluster.min_free_gib, f"{free_gib:.1f} GiB free at {path}", f"at least {cluster.min_free_gib:g} GiB"

@@ -352,14 +352,14 @@ def site_packages_of(python: Path) -> Path:
     if not python.is_file():
         what = "is a folder" if python.is_dir() else "does not exist"
         raise PatchError(
-            f"--python {python} {what}",
+            f"{python} {what}",
             rule=rule,
             hint="correct the path, or run `make setup`, which makes the environments of this machine",
         )
     found = sorted(Path(os.path.abspath(python)).parent.parent.glob("lib/python3*/site-packages"))  # noqa: PTH100 - links are kept
     if len(found) != 1:
         raise PatchError(
-            f"--python {python} is not the Python of a virtual environment: {len(found)} lib/python3*/site-packages beside its bin",
+            f"{python} is not the Python of a virtual environment: {len(found)} lib/python3*/site-packages beside its bin",
             rule=rule,
             hint="python -m pdlaunch.patching VERB --site-packages DIR takes any folder of installed packages",
         )

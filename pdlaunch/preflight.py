@@ -1,10 +1,11 @@
-"""What must be true of this machine before a job is rendered, submitted or run here; nothing is written to find out."""
+"""What must be true of this machine before a job is rendered, submitted or run here; nothing stays written."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,12 +176,27 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def folder_fault(path: Path) -> str:
+    """Why files cannot be written below path, which need not exist; or ''. By making a folder: /proc and some network file systems
+    grant access and then refuse it."""
+    if path.exists() and not path.is_dir():
+        return f"{path} is not a folder"
+    nearest = _existing(path)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".pdlaunch-", dir=nearest):
+            return ""
+    except OSError as e:
+        return f"{path} cannot be {'written' if nearest == path else 'made'}: no folder can be made in {nearest}: {e.strerror or e}"
+
+
 def _results(job: Job) -> str:
     path = Path(job.spec.run.results_dir)
-    nearest = _existing(path)
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+    if fault := folder_fault(path):
         raise SubmitError(
-            f"{path} cannot be written", where=job.cluster.source.where("results_dir"), rule="a folder that every node can write"
+            fault,
+            where=job.cluster.source.where("results_dir"),
+            rule="a folder that every node can write",
+            hint="set results_dir to such a folder",
         )
     return str(path)
 

@@ -154,7 +154,12 @@ def test_a_full_disk_is_refused(tmp_path: Path) -> None:
 
 def test_results_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    assert "cannot be written" in failing(tmp_path, "local", **ready(results_dir=str(tmp_path / "file" / "results")))
+    given = {"file": "is not a folder", "file/results": "cannot be made: no folder can be made in", "/proc/x": "cannot be made"}
+    for name, said in given.items():
+        message = failing(tmp_path, "local", **ready(results_dir=str(tmp_path / name)))
+        assert f"{tmp_path / name} {said}" in message
+        assert "min_free_gib" not in message
+    assert [p.name for p in tmp_path.iterdir()] == ["file"], "looking leaves nothing"
 
 
 def test_no_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -378,5 +378,5 @@ def test_a_wrong_python_is_named_as_it_was_given(tmp_path: Path) -> None:
     for given, said in (("nope", "does not exist"), ("", "is a folder"), ("python", "is not the Python of a virtual environment")):
         with pytest.raises(PatchError) as caught:
             patching.site_packages_of(tmp_path / given)
-        assert f"--python {tmp_path / given} {said}" in caught.value.what
+        assert f"{tmp_path / given} {said}" in caught.value.what
         assert caught.value.hint

@@ -126,11 +126,13 @@ def _tail(path: Path, lines: int = 40) -> str:
 
 def submit_folder(folder: Path, *, say: Callable[[str], None], live: bool) -> int:
     """Submit (or run) a bundle that was rendered before."""
-    from pdlaunch.node.spec import load_spec
-
-    if not (folder / "spec.json").is_file():
-        raise SubmitError(f"{folder} is no bundle", rule="a folder that launch.py render wrote")
-    if load_spec(folder / "spec.json").run.launcher == "local":
+    if slurm.is_run(folder):
+        raise SubmitError(
+            f"{folder} is a run folder, not a bundle",
+            rule="a folder that launch.py render wrote",
+            hint="run.repeat_command in its spec.json starts it again",
+        )
+    if slurm.spec_of(folder).run.launcher == "local":
         return run_here(folder, clusters.load_archived(folder / "cluster.yaml").node_python, live=live)
     receipt = slurm.submit(folder)
     say(f"submitted job {receipt.job_id} ({receipt.how})")

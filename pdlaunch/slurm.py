@@ -9,6 +9,7 @@ import fcntl
 import json
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 from pdlaunch.errors import SubmitError
 from pdlaunch.node.contracts import utc_now, write_json
-from pdlaunch.node.spec import load_spec
+from pdlaunch.node.spec import Spec, load_spec
 
 RECEIPT = "receipt.json"
 COMMAND_TIMEOUT_S = 60.0
@@ -71,7 +72,7 @@ def read_receipt(bundle: Path) -> Receipt | None:
     """None when nothing was submitted; SubmitError on a receipt that cannot be read."""
     try:
         return Receipt(**json.loads((bundle / RECEIPT).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError) as e:
         raise SubmitError(
@@ -131,7 +132,7 @@ def submit(
                     rule="never submitted twice",
                     hint=f"run the same command again in {before.epoch_s + SETTLE_S - now():.0f} s",
                 )
-        recipe = load_spec(bundle / "spec.json").run.recipe
+        recipe = spec_of(bundle).run.recipe
         _test_only(script, run)
         token = secrets.token_hex(4)
         receipt = Receipt("submitting", token, f"pdlaunch-{recipe}-{token}", utc_now(), now())
@@ -219,10 +220,10 @@ def job_state(job_id: str, run: Run = run_command) -> JobState:
 
 
 def status(bundle: Path, run: Run = run_command) -> dict[str, Any]:
-    """Slurm's state, the run folder, the last stage and the verdict of a submitted bundle."""
-    receipt = read_receipt(bundle)
-    if receipt is None:
-        raise SubmitError(f"{bundle} was not submitted", rule="a bundle with a receipt", hint="launch.py submit --bundle BUNDLE")
+    """Slurm's state, the run folder, the last stage and the verdict of a submitted bundle; of a run folder, what its files say."""
+    if is_run(bundle):
+        return _status_of_run(bundle)
+    receipt = _submitted(bundle)
     if receipt.state != "submitted":
         found = reconcile(receipt, run)
         if found is None:
@@ -248,8 +249,51 @@ def status(bundle: Path, run: Run = run_command) -> dict[str, Any]:
     }
 
 
+def is_run(folder: Path) -> bool:
+    """A run folder holds a copy of its bundle's spec.json, so only its events tell it from the bundle."""
+    return (folder / "events.jsonl").is_file() or (folder / "verdict.json").is_file()
+
+
+def _status_of_run(run_dir: Path) -> dict[str, Any]:
+    archived = (run_dir / "manifest.json").is_file()
+    return {
+        "job_id": "",
+        "state": "ARCHIVED" if archived else "NOT ARCHIVED",
+        "reason": "a run folder, not a bundle" + ("; launch.py verify checks it" if archived else ": it still runs, or was cut off"),
+        "run": str(run_dir),
+        "stage": last_stage(run_dir),
+        "verdict": verdict_line(run_dir),
+    }
+
+
+def spec_of(bundle: Path) -> Spec:
+    """spec.json of a bundle; SubmitError when the folder is none, or its spec.json is damaged."""
+    try:
+        return load_spec(bundle / "spec.json")
+    except OSError as e:
+        raise SubmitError(
+            f"{bundle} is no bundle: spec.json: {e.strerror}", rule="a folder that launch.py render or submit wrote"
+        ) from None
+    except (ValueError, AttributeError) as e:
+        raise SubmitError(f"{bundle / 'spec.json'} is damaged: {e}", rule="a bundle as it was rendered", hint="render it again") from None
+
+
+def _submitted(bundle: Path) -> Receipt:
+    """The receipt of a bundle; SubmitError says what the folder is when it has none."""
+    receipt = read_receipt(bundle)
+    if receipt is not None:
+        return receipt
+    if is_run(bundle):
+        raise SubmitError(f"{bundle} is a run folder", rule="the bundle that was submitted", hint="squeue --me lists your jobs")
+    if spec_of(bundle).run.launcher == "local":
+        raise SubmitError(f"{bundle} is a bundle of a local run: it has no job", rule="a submitted bundle", hint="launch.py runs")
+    raise SubmitError(
+        f"{bundle} was not submitted", rule="a bundle with a receipt", hint=f"launch.py submit --bundle {shlex.quote(str(bundle))}"
+    )
+
+
 def run_dir_of(bundle: Path, job_id: str) -> Path | None:
-    spec = load_spec(bundle / "spec.json")
+    spec = spec_of(bundle)
     folders = sorted((Path(spec.run.results_dir) / spec.run.recipe).glob(f"*Z-{job_id}"))
     return folders[-1] if folders else None
 
@@ -257,26 +301,32 @@ def run_dir_of(bundle: Path, job_id: str) -> Path | None:
 def last_stage(run_dir: Path | None) -> str:
     if run_dir is None or not (run_dir / "events.jsonl").is_file():
         return ""
-    lines = [line for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    lines = [line for line in (run_dir / "events.jsonl").read_text(encoding="utf-8", errors="replace").splitlines() if line.endswith("}")]
     if not lines:
         return ""
-    event = json.loads(lines[-1])
-    return f"{event['stage']} {event['state']} at {event['utc']}"
+    try:
+        event = json.loads(lines[-1])
+        return f"{event['stage']} {event['state']} at {event['utc']}"
+    except (ValueError, KeyError, TypeError):
+        return "unknown: the last line of events.jsonl is damaged"
 
 
 def verdict_line(run_dir: Path | None) -> str:
     if run_dir is None or not (run_dir / "verdict.json").is_file():
         return ""
-    return str(json.loads((run_dir / "verdict.json").read_text(encoding="utf-8"))["line"])
+    try:
+        return str(json.loads((run_dir / "verdict.json").read_text(encoding="utf-8"))["line"])
+    except (ValueError, KeyError, TypeError):
+        return "unknown: verdict.json is damaged"
 
 
 def cancel(bundle: Path, run: Run = run_command) -> str:
     """scancel the bundle's job; returns its id. SubmitError when there is none or Slurm refuses."""
-    receipt = read_receipt(bundle)
+    receipt: Receipt | None = _submitted(bundle)
     if receipt is not None and receipt.state != "submitted":
         receipt = reconcile(receipt, run)
     if receipt is None:
-        raise SubmitError(f"{bundle} has no job", rule="a submitted bundle")
+        raise SubmitError(f"{bundle} has no job: Slurm does not know its name", rule="a job that Slurm has stored")
     answer = run(["scancel", receipt.job_id])
     if answer.rc != 0:
         raise SubmitError(f"scancel {receipt.job_id}: {_last(answer)}", rule="Slurm accepts it")

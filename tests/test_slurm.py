@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pdlaunch import bundle, slurm
+from pdlaunch import bundle, session, slurm
 from pdlaunch.errors import SubmitError
 from tests.fakes import slurm_commands
 from tests.test_bundle import make
@@ -215,9 +216,44 @@ def test_status_joins_slurm_and_the_run_folder(site: Site, tmp_path: Path) -> No
     assert slurm.status(site.bundle)["state"] == "UNKNOWN"
 
 
+def test_status_of_a_run_folder_is_what_its_files_say(site: Site, tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir()
+    shutil.copy(site.bundle / "spec.json", run)
+    (run / "events.jsonl").write_text('{"stage": "load", "state": "begin", "utc": "T"}\n', encoding="utf-8")
+    found = slurm.status(run)
+    assert (found["state"], found["stage"], found["verdict"]) == ("NOT ARCHIVED", "load begin at T", "")
+    (run / "verdict.json").write_text('{"line": "VALID  tiny-p1d2"}', encoding="utf-8")
+    (run / "manifest.json").write_text("{}", encoding="utf-8")
+    found = slurm.status(run)
+    assert (found["state"], found["verdict"]) == ("ARCHIVED", "VALID  tiny-p1d2")
+    (run / "verdict.json").write_text("{", encoding="utf-8")
+    (run / "events.jsonl").write_bytes(b"\xff}\n")
+    found = slurm.status(run)
+    assert "damaged" in found["verdict"]
+    assert "damaged" in found["stage"]
+    with pytest.raises(SubmitError, match="is a run folder"):
+        slurm.cancel(run)
+    with pytest.raises(SubmitError, match="is a run folder"):
+        session.submit_folder(run, say=print, live=False)
+
+
+def test_what_is_no_submitted_bundle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, text in (("list", "[]"), ("half", "{"), ("old", '{"schema": 0}'), ("binary", "\0\1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spec.json").write_text(text, encoding="utf-8")
+    local = bundle.render(make("local"), tmp_path / "local")
+    cases = {"nowhere": "is no bundle", "file": "is no bundle", "list": "is damaged", "half": "is damaged", "old": "is damaged",
+             "binary": "is damaged", local.name: "is a bundle of a local run"}  # fmt: skip
+    for name, said in cases.items():
+        for ask in (slurm.status, slurm.cancel):
+            with pytest.raises(SubmitError, match=said):
+                ask(tmp_path / name)
+
+
 def test_cancel(site: Site) -> None:
     site.plan(sbatch={"out": "4711\n"})
-    with pytest.raises(SubmitError, match="has no job"):
+    with pytest.raises(SubmitError, match="was not submitted"):
         slurm.cancel(site.bundle)
     site.submit()
     assert slurm.cancel(site.bundle) == "4711"

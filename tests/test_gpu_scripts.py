@@ -216,3 +216,22 @@ def test_tables_show_what_was_not_run() -> None:
     missing = {"shape": "gemma4-31b", "env": "stock", "pair": "A2->B4", "state": "not run", "why": "few GPUs"}
     empty = "\n".join(realsize.tables({"pairs": [missing]}))
     assert "few GPUs" in empty
+
+
+def test_the_mixed_rate_is_compared_within_a_round_and_only_with_equal_tp_of_the_same_bytes() -> None:
+    common = {"shape": "x", "env": "per-region", "prompt_tokens": 1024, "bytes": 100}
+    mixed = common | {"pair": "A1->B2", "rounds": [0, 1, 2], "xfer_ms": [10.0, 20.0, 10.0]}
+    other = common | {"pair": "A2->B2", "rounds": [0, 1], "xfer_ms": [8.0, 30.0]}
+    own = common | {"pair": "A2->C2", "rounds": [0, 1, 2], "xfer_ms": [12.0, 30.0, 10.0]}
+    fewer_bytes = common | {"pair": "B2->A1", "bytes": 90, "rounds": [0, 1, 2], "xfer_ms": [1.0, 1.0, 1.0]}
+    (found,) = realsize.against_equal_tp([mixed, other, own, fewer_bytes])
+    assert found["equal_pairs"] == ["A2->B2", "A2->C2"]
+    assert found["ratios"] == [1.0, 1.5]  # round 2 lacks one of the equal pairs
+    assert found["low"] <= found["median"] <= found["high"]
+    assert not realsize.against_equal_tp([mixed, fewer_bytes])
+    assert "1.25" in "\n".join(realsize.tables({"rates_against_equal_tp": [found]}))
+
+
+def test_fewer_experts_change_nothing_that_the_cache_depends_on() -> None:
+    few, all_of_them = geometry.config("gemma4-26b-a4b-half", experts=32), geometry.config("gemma4-26b-a4b-half")
+    assert {key for key in few if few[key] != all_of_them[key]} == {"num_experts"}

@@ -109,11 +109,15 @@ _SHAPES = {
 NAMES = ("gemma4-26b-a4b", "gemma4-31b", "gemma4-26b-a4b-half", "gemma4-31b-half")
 
 
-def config(name: str, layers: int = 0, vocab_size: int = 640) -> dict[str, object]:
-    """config.json of a shape. layers: a multiple of 6 (five sliding, one global) below the published count; 0: the published count."""
+def config(name: str, layers: int = 0, vocab_size: int = 640, experts: int = 0) -> dict[str, object]:
+    """config.json of a shape. layers: a multiple of 6 (five sliding, one global) below the published count; 0: the published count.
+
+    experts: another number of experts than published; 0: as published."""
     shape = dict(_SHAPES[name])
     global_heads = shape.pop("global_kv_heads")
     count = layers or int(str(shape["num_hidden_layers"]))
+    if experts:
+        shape["num_experts"] = experts
     if count % 6:
         raise ValueError(f"{name}: {count} layers; the pattern has six")
     globals_at = range(5, count, 6)
@@ -128,11 +132,11 @@ def config(name: str, layers: int = 0, vocab_size: int = 640) -> dict[str, objec
     }
 
 
-def write(name: str, folder: Path, tokenizer_of: Path, layers: int = 0) -> Path:
+def write(name: str, folder: Path, tokenizer_of: Path, layers: int = 0, experts: int = 0) -> Path:
     """A folder that vLLM can serve with --load-format dummy."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = json.loads((tokenizer_of / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    (folder / "config.json").write_text(json.dumps(config(name, layers, vocab_size), indent=1) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config(name, layers, vocab_size, experts), indent=1) + "\n", encoding="utf-8")
     (folder / "tokenizer.json").write_text(plain_tokenizer((tokenizer_of / "tokenizer.json").read_text(encoding="utf-8")), encoding="utf-8")
     for file in COPIED_FILES:
         shutil.copyfile(tokenizer_of / file, folder / file)

@@ -72,6 +72,10 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=9)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[800])
     parser.add_argument("--sizes", nargs="*", default=[], help="shapes of the realsize step; none: those that fit the number of GPUs")
+    parser.add_argument("--settings", nargs="*", default=[], help="settings of the realsize step, such as per-region-b256; none: all")
+    parser.add_argument(
+        "--measure-s", type=float, default=900.0, help="time for the samples of the realsize step; what is left out is counted"
+    )
     parser.add_argument("--layers", type=int, default=0, help="layers of the real shapes; 0: as published")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 12500, 32000], help="prompt tokens of the realsize step")
     parser.add_argument("--repeats", type=int, default=3)

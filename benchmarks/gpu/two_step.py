@@ -144,11 +144,11 @@ def counters(url: str) -> dict[str, float]:
 
 def settled(url: str, before: dict[str, float], expect_transfers: int, deadline_s: float = 3.0) -> dict[str, float]:
     """Counters less `before`, once they have stopped moving: vLLM books a transfer a step or two after the answer has ended."""
-    end, last = time.monotonic() + deadline_s, {}
+    end, last = time.monotonic() + deadline_s, dict[str, float]()
     while True:
         now = {name: value - before[name] for name, value in counters(url).items()}
         done = now["transfers"] + now["failed"] >= expect_transfers and now == last
         if done or time.monotonic() > end:
             return now
         last = now
-        time.sleep(0.15)
+        time.sleep(0.05)

@@ -33,8 +33,9 @@ finish)
 checks)
   gpus=$2 out=$3/checks
   mkdir -p "$out"
-  recipes=(gpu-tiny-p1d2-stock gpu-tiny-p1d2)
-  if [ "$gpus" -ge 4 ]; then recipes+=(gpu-tiny-p2d4); fi
+  chosen="gpu-tiny-p1d2-stock gpu-tiny-p1d2 gpu-tiny-p1d2-hybrid"
+  if [ "$gpus" -ge 4 ]; then chosen+=" gpu-tiny-p2d4"; fi
+  read -ra recipes <<<"${RECIPES:-$chosen}"
   python3 -m benchmarks.gpu.run_recipes --gpus "$gpus" --out "$out/recipes" --together --timeout-s 330 "${recipes[@]}" >"$out/recipes.txt" 2>&1 &
   runner=$!
   # Engines of a run look for foreign processes on their GPUs before they start: the matrix comes after that look.
@@ -42,10 +43,11 @@ checks)
     [ "$(find "$out/recipes/runs" -path '*/logs/*-0.log' ! -name '*wrapper*' 2>/dev/null | wc -l)" -ge $((2 * ${#recipes[@]})) ] && break
     sleep 0.5
   done
-  read -ra variants <<<"${VARIANTS:-stock/TRITON_ATTN/auto per-region/TRITON_ATTN/auto per-region/FLASH_ATTN/auto per-region/TRITON_ATTN/fp8}"
-  if [ -e .envs/gpu-per-group ]; then variants+=(per-group/TRITON_ATTN/auto/hybrid per-group/FLASH_ATTN/auto/hybrid); fi
+  all="stock/TRITON_ATTN/auto per-region/TRITON_ATTN/auto per-region/FLASH_ATTN/auto per-region/TRITON_ATTN/fp8"
+  all+=" stock/TRITON_ATTN/auto/hybrid per-group/TRITON_ATTN/auto/hybrid per-group/FLASH_ATTN/auto/hybrid per-group/TRITON_ATTN/fp8/hybrid"
+  read -ra variants <<<"${VARIANTS:-$all}"
   timeout 400 python3 -m benchmarks.gpu.run_matrix --gpus "$gpus" --out "$out/matrix" correctness --variants "${variants[@]}" \
-    --prompts "${PROMPTS:-100}" --prompt-tokens 200 450 800 1150 --start-s 200 || echo "matrix: exit code $?"
+    --prompts "${PROMPTS:-102}" --prompt-tokens 200 230 300 380 450 530 640 700 800 900 1024 1150 1300 1500 1700 --start-s 200 || echo "matrix: exit code $?"
   wait $runner || echo "recipes: exit code $?"
   cat "$out/recipes.txt"
   pack_results "$out"
@@ -54,7 +56,8 @@ sizes)
   gpus=$2 out=$3/sizes
   mkdir -p "$out"
   free_gpus
-  timeout 420 python3 -m benchmarks.gpu.run_matrix --gpus "$gpus" --out "$out/matrix" realsize --start-s 200 --repeats "${REPEATS:-2}" || echo "sizes: exit code $?"
+  timeout 570 python3 -m benchmarks.gpu.run_matrix --gpus "$gpus" --out "$out/matrix" realsize --start-s 200 --repeats "${REPEATS:-8}" \
+    --measure-s "${MEASURE_S:-340}" || echo "sizes: exit code $?"
   pack_results "$out"
   ;;
 load)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import shlex
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -95,12 +96,19 @@ def describe(found: job.Job) -> list[str]:
 
 
 def start(found: job.Job, out: Path | None, *, say: Callable[[str], None], live: bool) -> int:
-    """Run the job here, or submit it; the exit code."""
+    """Run the job here, or submit it; the exit code. A bundle that Slurm refused is removed: the same command writes it again.
+
+    A bundle whose job may exist is kept; the message says how to go on with it.
+    """
     preflight.check_job(found, submitting=True)
     folder = new_bundle(found, out)
     if found.cluster.launcher == "local":
         return run_here(folder, found.cluster.node_python, live=live)
-    receipt = slurm.submit(folder)
+    try:
+        receipt = slurm.submit(folder)
+    finally:
+        if slurm.read_receipt(folder) is None:
+            shutil.rmtree(folder)
     say(f"submitted job {receipt.job_id}\nbundle: {folder}\nnext: python launch.py status {shlex.quote(str(folder))}")
     return 0
 

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,12 @@ def submit(
 
 def _test_only(script: Path, run: Run) -> None:
     answer = run(["sbatch", "--test-only", str(script)])
+    if answer.rc is None or (answer.rc != 0 and UNKNOWN.search(answer.err)):
+        raise SubmitError(
+            f"Slurm does not answer: {_last(answer)}",
+            rule="sbatch --test-only passes",
+            hint="run the same command again when it does; nothing was submitted",
+        )
     if answer.rc != 0:
         raise SubmitError(
             f"Slurm would refuse this job: {_last(answer)}",
@@ -162,14 +168,16 @@ def _send(bundle: Path, script: Path, receipt: Receipt, run: Run, sleep: Callabl
         raise SubmitError(f"Slurm refused this job: {_last(answer)}", rule="sbatch", hint="nothing was submitted")
     for pause_s in (1.0, 2.0, 4.0):
         sleep(pause_s)
-        found = reconcile(receipt, run)
+        found = None
+        with suppress(SubmitError):
+            found = reconcile(receipt, run)
         if found is not None:
             found.write(bundle)
             return found
     raise SubmitError(
         f"it is not known whether the job was submitted: {_last(answer)}",
         rule="an unknown answer is never tried again",
-        hint=f"run launch.py submit --bundle {bundle} again: it looks for {receipt.job_name} first",
+        hint=f"run launch.py submit --bundle {shlex.quote(str(bundle))}: it looks for {receipt.job_name} before it submits anything",
     )
 
 

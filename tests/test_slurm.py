@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdlaunch import bundle, session, slurm
+from pdlaunch import bundle, preflight, session, slurm
 from pdlaunch.errors import SubmitError
 from tests.fakes import slurm_commands
 from tests.test_bundle import make
@@ -77,6 +78,40 @@ def test_what_test_only_refuses_is_never_submitted(site: Site) -> None:
     assert "Slurm would refuse this job" in site.refused()
     assert site.called("sbatch") == []
     assert slurm.read_receipt(site.bundle) is None
+
+
+def test_slurm_that_does_not_answer_is_no_refusal(site: Site) -> None:
+    site.plan(test_only={"rc": 1, "err": "sbatch: error: Unable to contact slurm controller (connect failure)\n"})
+    message = site.refused()
+    assert "Slurm does not answer: Unable to contact slurm controller" in message
+    assert "change the recipe" not in message
+    assert site.called("sbatch") == []
+
+
+REFUSAL = {"rc": 1, "err": "sbatch: error: Batch job submission failed: Invalid account\n"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept"),
+    [
+        ({"test_only": REFUSAL}, False),
+        ({"sbatch": REFUSAL}, False),
+        ({"sbatch": {"rc": 1}}, True),
+        ({"sbatch": {"rc": 1}, "squeue": {"rc": 1, "err": "squeue: error: Unable to contact slurm controller\n"}}, True),
+    ],
+    ids=["test-only", "refused", "unknown", "unknown and squeue is down"],
+)
+def test_only_a_bundle_whose_job_may_exist_stays(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], kept: bool
+) -> None:
+    site.plan(**plan)
+    monkeypatch.setattr(preflight, "check_job", lambda *_, **__: None)
+    monkeypatch.setattr(slurm, "submit", functools.partial(slurm.submit, sleep=site.slept.append))
+    out = tmp_path / "out folder"
+    with pytest.raises(SubmitError) as e:
+        session.start(make(), out, say=print, live=False)
+    assert out.exists() == kept
+    assert (f"launch.py submit --bundle '{out}'" in str(e.value)) == kept, "the same command again could submit it twice"
 
 
 def test_a_refusal_leaves_no_receipt(site: Site) -> None:

@@ -86,8 +86,11 @@ class Verification:
         return out + list(self.judged)
 
     def table(self, run: Path) -> dict[str, Any]:
-        found = {"run": str(run), "verdict": self.verdict, "files": self.files, "intact": self.intact}
-        return found | ({"differences": self.lines()} if self.lines() else {})
+        """verdict is the run's only while the folder is intact: what was changed afterwards proves nothing."""
+        found: dict[str, Any] = {"run": str(run), "intact": self.intact, "files": self.files}
+        if self.intact:
+            return found | {"verdict": self.verdict}
+        return found | {"verdict": "NOT VERIFIED", "stored_verdict": self.verdict or "not read", "differences": self.lines()}
 
 
 def verify(run: Path) -> Verification:
@@ -100,7 +103,13 @@ def verify(run: Path) -> Verification:
     changed = tuple(sorted(name for name in set(named) & here if (run / name).is_symlink() or sha256_of(run / name) != named[name]))
     if changed or missing:
         return Verification(changed, missing, foreign, (), "", len(named))
-    return Verification(changed, missing, foreign, tuple(_judge_again(run, manifest)), read(run).verdict, len(named))
+    try:
+        judged = tuple(_judge_again(run, manifest, foreign=bool(foreign)))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+        raise ArchiveError(
+            f"{run} cannot be judged again: {e!r}", rule="files as this version of the project writes them", hint="launch.py status RUN"
+        ) from None
+    return Verification(changed, missing, foreign, judged, read(run).verdict, len(named))
 
 
 def _manifest(run: Path) -> dict[str, Any]:
@@ -119,8 +128,11 @@ def _manifest(run: Path) -> dict[str, Any]:
     return manifest
 
 
-def _judge_again(run: Path, manifest: dict[str, Any]) -> list[str]:
-    """Evidence, verdict and manifest as the files of the run give them now, against what is stored."""
+def _judge_again(run: Path, manifest: dict[str, Any], *, foreign: bool) -> list[str]:
+    """Evidence, verdict and manifest as the files of the run give them now, against what is stored.
+
+    foreign: files lie there that the manifest does not name, so its text must differ and says nothing more.
+    """
     from pdlaunch.node import evidence, finish, verdict
 
     try:
@@ -137,7 +149,7 @@ def _judge_again(run: Path, manifest: dict[str, Any]) -> list[str]:
     judged, kept = verdict.judge(spec, now, ended), Verdict.read(run / "verdict.json")
     if (judged.verdict, judged.line, judged.reasons, judged.checks) != (kept.verdict, kept.line, kept.reasons, kept.checks):
         out.append(f"verdict: stored {kept.line!r}, judged again {judged.line!r}")
-    if _text(finish.manifest(spec, run, ended)) != (run / MANIFEST).read_text(encoding="utf-8"):
+    if not foreign and _text(finish.manifest(spec, run, ended)) != (run / MANIFEST).read_text(encoding="utf-8"):
         out.append(f"{MANIFEST}: its text is not what the files of the run give")
     return out
 

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 def shown(rows: Sequence[Mapping[str, Any]] | Mapping[str, Any], form: str) -> str:
-    """Rows as aligned columns (form table) or as JSON; a mapping is one row per key."""
+    """Rows as aligned columns (form table) or as JSON; a mapping is one row per key, and per item of a list."""
     if form == "json":
         return json.dumps(rows, indent=1, ensure_ascii=False)
     if isinstance(rows, Mapping):
-        rows = [{"": name, "value": value} for name, value in rows.items()]
+        items = [(name, value if isinstance(value, list) else [value]) for name, value in rows.items()]
+        rows = [{"": "" if i else name, "value": item} for name, values in items for i, item in enumerate(values)]
     columns = list(rows[0]) if rows else []
     cells = [columns, *([str(row[c]) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]

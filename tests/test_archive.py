@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdlaunch import archive
+from pdlaunch.console import shown
 from pdlaunch.errors import ArchiveError
 from pdlaunch.node import finish
 from pdlaunch.node.spec import load_spec
@@ -60,6 +61,33 @@ def test_missing_added_and_linked_files_are_found(run: Path) -> None:
     outside.write_bytes(kept)
     events.symlink_to(outside)
     assert archive.verify(run).changed == ("events.jsonl",)
+
+
+def test_an_extra_file_is_named_and_the_verdict_is_not_shown_as_proven(run: Path) -> None:
+    stored = archive.read(run).verdict
+    assert archive.verify(run).table(run)["verdict"] == stored
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "extra.log").write_text("x", encoding="utf-8")
+    table = archive.verify(run).table(run)
+    assert (table["intact"], table["verdict"], table["stored_verdict"]) == (False, "NOT VERIFIED", stored)
+    assert table["differences"] == ["not in the manifest: logs/extra.log"]
+    lines = shown(table, "table").splitlines()
+    assert not any("VALID" in line for line in lines if line.startswith("verdict"))
+    assert lines[-1].split(None, 1) == ["differences", "not in the manifest: logs/extra.log"]
+
+
+def test_a_run_that_cannot_be_judged_is_a_message(run: Path) -> None:
+    for text in ("[]", "{", '{"schema": 1}'):
+        for name in ("evidence.json", "verdict.json"):
+            kept = {path: path.read_bytes() for path in (run / name, run / "manifest.json")}
+            (run / name).write_text(text, encoding="utf-8")
+            manifest = json.loads(kept[run / "manifest.json"])
+            manifest["files"][name] = archive.sha256_of(run / name)
+            (run / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+            with pytest.raises(ArchiveError):
+                archive.verify(run)
+            for path, data in kept.items():
+                path.write_bytes(data)
 
 
 def test_a_verdict_that_was_written_by_hand_is_found(run: Path) -> None:

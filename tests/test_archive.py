@@ -66,14 +66,13 @@ def test_missing_added_and_linked_files_are_found(run: Path) -> None:
 def test_an_extra_file_is_named_and_the_verdict_is_not_shown_as_proven(run: Path) -> None:
     stored = archive.read(run).verdict
     assert archive.verify(run).table(run)["verdict"] == stored
-    (run / "logs").mkdir(exist_ok=True)
-    (run / "logs" / "extra.log").write_text("x", encoding="utf-8")
+    (run / "notes.txt").write_text("x", encoding="utf-8")
     table = archive.verify(run).table(run)
     assert (table["intact"], table["verdict"], table["stored_verdict"]) == (False, "NOT VERIFIED", stored)
-    assert table["differences"] == ["not in the manifest: logs/extra.log"]
+    assert table["differences"] == ["not in the manifest: notes.txt"]
     lines = shown(table, "table").splitlines()
     assert not any("VALID" in line for line in lines if line.startswith("verdict"))
-    assert lines[-1].split(None, 1) == ["differences", "not in the manifest: logs/extra.log"]
+    assert lines[-1].split(None, 1) == ["differences", "not in the manifest: notes.txt"]
 
 
 def test_a_run_that_cannot_be_judged_is_a_message(run: Path) -> None:

@@ -12,6 +12,7 @@ from pdlaunch.console import shown
 from pdlaunch.errors import ArchiveError
 from pdlaunch.node import finish
 from pdlaunch.node.spec import load_spec
+from tests.golden_cases import ROOT
 from tests.runfactory import write_run
 
 
@@ -29,6 +30,16 @@ def test_an_untouched_run_is_intact(run: Path) -> None:
     assert found.intact, found.lines()
     assert found.files == len([p for p in run.rglob("*") if p.is_file()]) - 1
     assert found.verdict in ("VALID", "INVALID")
+
+
+REFERENCE = sorted(spec.parent for spec in (ROOT / "results" / "reference").glob("*/*/spec.json"))
+
+
+@pytest.mark.parametrize("folder", REFERENCE, ids=lambda r: r.parent.name)
+def test_the_committed_runs_are_intact(folder: Path) -> None:
+    """After a change of words in the verdict: judge them again with benchmarks/gpu/reduce_run.py."""
+    found = archive.verify(folder)
+    assert found.intact, found.lines()
 
 
 def test_a_changed_byte_of_any_file_is_found(run: Path) -> None:

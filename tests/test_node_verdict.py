@@ -60,7 +60,7 @@ def test_stock_split_failure_tells_recall_first_and_quotes_the_assertion(tmp_pat
     assert "failed KV transfers: 18" in reasons(verdict)
     assert verdict.reasons[-1] == "the run ended early: recall before load: 0 of 9, 0 hangs"
     assert "could not be judged" not in reasons(verdict)
-    assert verdict.line.startswith("INVALID  tiny-p1d2  recall 0/27")
+    assert verdict.line.startswith("INVALID  tiny-p1d2  recall 0/9 of 27, ")
     assert sum("SPLIT region" in r for r in verdict.reasons) == 1
 
 
@@ -134,7 +134,22 @@ def test_t13_hybrid_manager_off_is_shown_and_does_not_decide(tmp_path: Path) -> 
     verdict = run.verdict()
     assert verdict.verdict == "VALID"
     (check,) = [c for c in verdict.checks if c.name == "log hybrid_off"]
-    assert not check.needed
+    assert (check.needed, check.passed, check.required) == (False, None, "nothing: the line is only shown")
+
+
+def test_the_line_says_what_was_asked_not_what_was_planned(tmp_path: Path) -> None:
+    run = good_run(tmp_path)
+    (tmp_path / "recall/after.jsonl").unlink()
+    assert "recall 18/18 of 27" in run.verdict("stopped").line
+    for when in ("before", "during"):
+        (tmp_path / f"recall/{when}.jsonl").unlink()
+    assert "recall not asked" in run.verdict("stopped").line
+
+
+def test_every_observed_value_is_words_or_figures(tmp_path: Path) -> None:
+    for check in good_run(tmp_path).verdict().checks:
+        assert check.observed, check.name
+        assert not {"{", "True", "False", "None"} & {check.observed[0], check.observed, check.required}, check
 
 
 @pytest.mark.parametrize(
@@ -208,7 +223,7 @@ def test_t17_metrics_of_another_process_are_not_evidence(tmp_path: Path) -> None
     run.counters()
     for when in ("ready", "before_load", "after_load", "end"):
         (tmp_path / "metrics" / f"decode-0.{when}.prom").write_text("dynamo_component_uptime_seconds 1\n")
-    assert "metrics of decode-0: False" in reasons(run.verdict())
+    assert "metrics of decode-0: not seen: vllm metrics in the scrapes" in reasons(run.verdict())
 
 
 def test_a_worker_that_was_refused_is_a_lost_worker(tmp_path: Path) -> None:
@@ -218,7 +233,7 @@ def test_a_worker_that_was_refused_is_a_lost_worker(tmp_path: Path) -> None:
     run.log("frontend", ["ERROR Rejected incompatible workers; the first accepted configuration retains the WorkerSet"])
     verdict = run.verdict()
     assert verdict.reasons[0].startswith("logs/frontend.log:1: ERROR Rejected incompatible workers")
-    assert "workers per role: {'prefill': 1, 'decode': 0}" in reasons(verdict)
+    assert "workers per role: 0 decode, 1 prefill" in reasons(verdict)
 
 
 def test_a_gate_that_never_opened_leaves_the_run_incomplete_with_its_reason(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ Where the rules come from (numbers are those of public reports):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from .contracts import Check, Evidence, Verdict, VerdictWord
 from .logs import PATTERNS
@@ -78,8 +79,9 @@ def _reason(check: Check) -> str:
 def _line(word: str, spec: Spec, evidence: Evidence, reasons: list[str]) -> str:
     said = []
     if _text_checked(spec) and spec.recall is not None:
-        correct = sum(evidence.get(f"recall.{when}.correct") or 0 for when in spec.recall.when)
-        said.append(f"recall {correct}/{spec.recall.prompts * len(spec.recall.when)}")
+        asked, correct = (sum(evidence.get(f"recall.{when}.{name}") or 0 for when in spec.recall.when) for name in ("asked", "correct"))
+        total = spec.recall.prompts * len(spec.recall.when)
+        said.append(f"recall {correct}/{asked}{'' if asked == total else f' of {total}'}" if asked else "recall not asked")
     else:
         said.append("text NOT checked")
     moved = {name: evidence.get(f"transfer.decode.total.{name}") for name in ("bytes", "transfers", "failed_transfers")}
@@ -105,8 +107,11 @@ def _check(evidence: Evidence, name: str, key: str, good: Callable[[object], boo
     value = evidence.get(key)
     if value is None:
         return Check(name, None, f"{key} was not observed", required, "", needed)
-    shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    return Check(name, good(value), shown, required, evidence.values[key].source, needed)
+    passed = good(value)
+    shown = f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, bool):
+        shown = "as required" if passed else f"not seen: {required}"
+    return Check(name, passed, shown, required, evidence.values[key].source, needed)
 
 
 def recall_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
@@ -150,7 +155,8 @@ def log_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
         line, lines = evidence.get(f"{key.removesuffix('.count')}.line"), sum(v.value for _, v in found)
         observed = f"{line} [{lines} such lines; {pattern.meaning}]"
         quiet = quiet and not pattern.decides
-        yield Check(f"log {pattern.name}", not pattern.decides, observed, "no such line before the stop", value.source, pattern.decides)
+        passed, required = (False, "no such line before the stop") if pattern.decides else (None, "nothing: the line is only shown")
+        yield Check(f"log {pattern.name}", passed, observed, required, value.source, pattern.decides)
     if quiet:
         yield Check("logs", True, "no line of a known failure", "no such line before the stop", "logs/*.log")
 
@@ -158,17 +164,27 @@ def log_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
 def gate_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
     if any(e.kind != "vllm.serve" for e in spec.engines):
         yield _workers(evidence)
-        yield _check(evidence, "first completion", "gate.deployment.failure", lambda v: v == "", "a completion that was looked at")
+        yield _completion(evidence, "first completion", "gate.deployment.failure", "a completion that was looked at")
     if spec.engines_of("control"):
-        yield _check(evidence, "first completion of the control engine", "gate.control.failure", lambda v: v == "", "a completion")
+        yield _completion(evidence, "first completion of the control engine", "gate.control.failure", "a completion")
+
+
+def _completion(evidence: Evidence, name: str, key: str, required: str) -> Check:
+    check = _check(evidence, name, key, lambda v: v == "", required)
+    return replace(check, observed="answered") if check.passed else check
 
 
 def _workers(evidence: Evidence) -> Check:
     """A gate that never opened leaves this open: the workers may only have been slow; one that was refused is told by the log."""
     name, expected, found = "workers per role", evidence.get("gate.expected"), evidence.get("gate.found")
     if found is None or evidence.get("gate.ready") is not True:
-        return Check(name, None, evidence.get("gate.failure") or "the gate was not reached", str(expected or "as in the spec"))
-    return Check(name, found == expected, str(found), str(expected), "gate.json")
+        required = _counted(expected) if expected else "as in the spec"
+        return Check(name, None, evidence.get("gate.failure") or "the gate was not reached", required)
+    return Check(name, found == expected, _counted(found), _counted(expected or {}), "gate.json")
+
+
+def _counted(workers: dict[str, int]) -> str:
+    return ", ".join(f"{count} {role}" for role, count in sorted(workers.items())) or "none"
 
 
 def transfer_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:

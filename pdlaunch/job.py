@@ -131,6 +131,7 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
         behaviour=recipe.behaviour,
         load=LoadSpec(paths.aiperf, paths.model, tuple(LoadPhase(**vars(p)) for p in recipe.load)) if recipe.load else None,
         proof=_proof(recipe, checked, context.repository),
+        page_smoke=checked.page_smoke,
         network_interface=cluster.network.interface,
         http_port=cluster.network.http_port,
         gpu_telemetry_url=cluster.gpu_telemetry_url,

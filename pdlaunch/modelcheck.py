@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pdlaunch.cluster import Cluster
 from pdlaunch.errors import PlanError, RecipeError, Where
-from pdlaunch.node.spec import TransferGroup, TransferPrediction
+from pdlaunch.node.prompts import MIN_PROMPT_TOKENS
+from pdlaunch.node.spec import PageSmoke, SmokePrompt, TransferGroup, TransferPrediction
 from pdlaunch.planner.capacity import plan_layout
 from pdlaunch.planner.compat import check_roles, unevenly_scaled
 from pdlaunch.planner.config import load_config
@@ -20,6 +21,11 @@ from pdlaunch.recipe import Recipe, RoleName
 PAIR_CODES = frozenset({"mixed-heads", "mixed-heads-direction", "tp-ratio", "prefill-replicates"})
 """Findings that allow_unsupported_pair lets through: vLLM refuses such a pair at the first request, which a run can show."""
 
+ROLES: tuple[RoleName, ...] = ("prefill", "decode")
+SMOKE_ANSWER_TOKENS = 24
+SMOKE_SPREAD_TOKENS = 64
+"""At least so many lengths are good for a prompt beyond the window: notes of a prompt have about 14 tokens."""
+
 
 @dataclass(frozen=True)
 class ModelCheck:
@@ -28,6 +34,7 @@ class ModelCheck:
     prediction: TransferPrediction | None
     notes: tuple[Finding, ...] = ()
     """Findings that are no problem: why a patch is needed, which layers keep how many heads per rank."""
+    page_smoke: PageSmoke | None = None
 
 
 def role_shape(recipe: Recipe, role: RoleName, cluster: Cluster) -> RoleShape:
@@ -94,6 +101,7 @@ def check(recipe: Recipe, cluster: Cluster, config: Path) -> ModelCheck:
         mixed,
         _prediction(recipe, cluster, model) if not errors else None,
         tuple(f for f in findings if f.severity == "info"),
+        _page_smoke(recipe, cluster, model),
     )
 
 
@@ -152,3 +160,39 @@ def _prediction(recipe: Recipe, cluster: Cluster, model: Model) -> TransferPredi
         for g in groups
     ]
     return TransferPrediction(groups, " + ".join(parts))
+
+
+def _page_smoke(recipe: Recipe, cluster: Cluster, model: Model) -> PageSmoke | None:
+    """What the gate asks where a page may hold other tokens at prefill than at decode; RecipeError when max_model_len is too small for it.
+
+    None for recurrent models: a state is handed over whole.
+    """
+    if not recipe.disaggregated or recipe.args_of("decode").hybrid_kv_cache_manager is False:
+        return None
+    layouts = [plan_layout(model, role_shape(recipe, role, cluster)) for role in ROLES]
+    specs = [group.first for layout in layouts for group in layout.groups]
+    if all(len(layout.groups) == 1 for layout in layouts) or any(spec.is_state for spec in specs):
+        return None
+    answer = SMOKE_ANSWER_TOKENS if recipe.recall is None else recipe.recall.max_tokens
+    smoke = page_smoke(max(s.block_size for s in specs), max((s.window or 0 for s in specs if s.kind == "sliding"), default=0), answer)
+    longest = max(prompt.maximum_tokens for prompt in smoke.prompts) + answer
+    for role in ROLES:
+        limit = recipe.args_of(role).max_model_len
+        if limit is not None and limit < longest:
+            raise RecipeError(
+                f"max_model_len {limit} is too small for the gate's prompt beyond the sliding window",
+                where=recipe.source.where(recipe.key_of_arg(role, "max_model_len")),
+                rule=f"block of {smoke.block_tokens} tokens, window of {smoke.window_tokens}: {longest} tokens with the answer",
+                hint="a larger max_model_len, or hybrid_kv_cache_manager: false on both roles",
+            )
+    return smoke
+
+
+def page_smoke(block_tokens: int, window_tokens: int, max_tokens: int) -> PageSmoke:
+    """Prompts of at least one whole block and a remainder of at most half of one; and of a whole block more than the window."""
+    whole = max(block_tokens, -(-MIN_PROMPT_TOKENS // block_tokens) * block_tokens)
+    prompts = [SmokePrompt("short_last_page", whole + 1, whole + block_tokens // 2)]
+    if window_tokens:
+        least = max(window_tokens, whole) + block_tokens
+        prompts.append(SmokePrompt("beyond_window", least + 1, least + max(block_tokens, SMOKE_SPREAD_TOKENS)))
+    return PageSmoke(block_tokens, window_tokens, tuple(prompts), max_tokens)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from pdlaunch.archive import verify
+from pdlaunch.modelcheck import page_smoke
 from pdlaunch.node import afterwards, supervisor
 from pdlaunch.node.contracts import SNAPSHOTS, write_json
 from pdlaunch.node.process import StageFailed
@@ -163,6 +164,21 @@ def test_an_error_event_in_a_200_stream_is_invalid_and_no_load_is_run(job, tmp_p
     assert "SSE error event" in one.text()
     assert "recall_before: 0 of 3 correct" in one.text()
     assert one.verdict()["verdict"] == "INVALID"
+    assert ("load", "begin") not in one.events()
+    assert_archived(one)
+
+
+def test_a_prompt_of_the_gate_that_fails_is_invalid_and_no_load_is_run(job, tmp_path):
+    """The first completion is right; the frontend then does not say how long the prompt of the hybrid manager's check was."""
+    load = LoadSpec("aiperf", "m", (LoadPhase("c1", 64, 8, 4, concurrency=1),))
+    one = job(fake_pair(tmp_path, (fake_frontend("ready"),), proof=TEXT, load=load, page_smoke=page_smoke(128, 64, 24)))
+    assert one.end() == 1
+    rows = [json.loads(line) for line in (one.run_dir / "gate.jsonl").read_text().splitlines()]
+    assert [row.get("smoke") for row in rows] == [None, "short_last_page", "beyond_window"]
+    assert rows[0]["failure"] == ""
+    assert "first_token: FAILED: gate, last page at prefill at most half full: the length is not known" in one.text()
+    assert one.verdict()["verdict"] == "INVALID"
+    assert one.verdict()["reasons"][0].startswith("gate, last page at prefill at most half full: the length is not known")
     assert ("load", "begin") not in one.events()
     assert_archived(one)
 

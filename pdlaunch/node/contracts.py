@@ -7,7 +7,8 @@ RUN = results/<recipe>/<utc>-<jobid>/
     plan.json               what was priced against what was measured (launch.py plan --run), where launch.py can be seen
     events.jsonl            one line per change of stage; a stage that takes time has begin and end (or failed), an instant only end
     gate.json               last answer of /v1/models/<id>/ready: {ready, expected, found (workers per role), failure}
-    gate.jsonl              the first completion, as an answer row
+    gate.jsonl              answer rows: the first completion, then those of spec.page_smoke, which also have smoke (name of the prompt),
+                            attempt, code, decoys, tokens and failure ("" or why it is not the answer that was wanted)
     evidence.json           what was observed, each value with its source
     verdict.json            VALID, INVALID or INCOMPLETE, with every check
     logs/<process>.log      output of every process

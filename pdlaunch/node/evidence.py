@@ -2,7 +2,7 @@
 
 Absent is never zero: a value that no file shows is not put down. Names:
     stage.<stage>[.<phase>].{state,at_s,duration_s}, stage.queue.duration_s
-    gate.{ready,expected,found,failure,worker_ids}, gate.<target>.failure
+    gate.{ready,expected,found,failure,worker_ids}, gate.<target>.failure, gate.smoke.<prompt>.{passed,observed}
     recall.<when>.{asked,correct,hangs,leaked,first_failure,not_asked}, behaviour.<check>.{passed,why}, agreement.{compared,equal,units,...}
     load.<phase>.{passed,why,requested,completed,errors,error_rate_pct,output_tokens,...}, load.<phase>.<metric>.{avg,p50,p99}
     transfer.<role>.<window>.<counter of transfer.COUNTERS>, transfer.decode.<window>.{predicted_bytes,predicted_tokens,not_exact},
@@ -24,6 +24,7 @@ from . import logs
 from .build import BuildFacts, build_faults
 from .contracts import GPU_CSV_HEADER, Evidence
 from .load import judge_again
+from .smoke import judge_smoke
 from .spec import Spec
 from .timeline import Timeline, read_timeline
 from .transfer import put_transfer, read_rows
@@ -89,7 +90,16 @@ def _put_gate(evidence: Evidence, spec: Spec, run_dir: Path) -> None:
         for key in ("ready", "expected", "found", "failure"):
             if key in ready:
                 evidence.put(f"gate.{key}", ready[key], "gate.json")
-    for line, row in enumerate(read_rows(run_dir / "gate.jsonl"), start=1):
+    rows = read_rows(run_dir / "gate.jsonl")
+    for prompt in spec.page_smoke.prompts if spec.page_smoke else ():
+        found = judge_smoke(spec, prompt, rows)
+        if found.passed is not None:
+            source = f"gate.jsonl:{found.row + 1}" if found.row >= 0 else "spec.json page_smoke"
+            evidence.put(f"gate.smoke.{prompt.name}.passed", found.passed, source)
+        evidence.put(f"gate.smoke.{prompt.name}.observed", found.observed, "gate.jsonl")
+    for line, row in enumerate(rows, start=1):
+        if "smoke" in row:
+            continue
         target = row.get("target", "deployment")
         evidence.put(f"gate.{target}.failure", row.get("failure") or row.get("error") or "", f"gate.jsonl:{line}")
         ids = row.get("worker_ids")

@@ -96,10 +96,16 @@ def first_completion(spec: Spec, base_url: str, run_seed: str, out: Path, stop: 
     if not failure and not (answer.content + answer.reasoning).strip() and spec.proof.text_checked:
         failure = f"the completion has no text (finish_reason {answer.finish_reason})"
     ids = answer.worker_ids
-    if not failure and spec.proof.disaggregated and target == "deployment" and ids:
-        prefill, decode = ids.get("prefill_worker_id"), ids.get("decode_worker_id")
-        if prefill is None or decode is None or prefill == decode:
-            failure = f"the completion did not go through both roles: {ids}"
+    if not failure and target == "deployment":
+        failure = roles_fault(spec, ids)
     with out.open("a", encoding="utf-8") as f:
         f.write(json.dumps({**row, "target": target, "worker_ids": ids, "failure": failure}, ensure_ascii=False) + "\n")
     return failure
+
+
+def roles_fault(spec: Spec, ids: dict[str, int] | None) -> str:
+    """What the worker ids of an answer say against a hand-over; '' when they say nothing against it or the frontend gave none."""
+    if not spec.proof.disaggregated or not ids:
+        return ""
+    prefill, decode = ids.get("prefill_worker_id"), ids.get("decode_worker_id")
+    return f"the completion did not go through both roles: {ids}" if prefill is None or decode is None or prefill == decode else ""

@@ -155,6 +155,32 @@ class AgreementSpec:
     max_tokens: int
 
 
+@dataclass(frozen=True)
+class SmokePrompt:
+    """One prompt of PageSmoke: what the server counts as its tokens must lie in minimum_tokens..maximum_tokens."""
+
+    name: Literal["short_last_page", "beyond_window"]
+    minimum_tokens: int
+    maximum_tokens: int
+
+
+@dataclass(frozen=True)
+class PageSmoke:
+    """Prompts of the gate that pages of several KV cache groups could get wrong: hybrid manager on, prefill and decode apart.
+
+    short_last_page: the last page at prefill is at most half full, so decode's block list pairs with prefill's by token position and not
+    by their ends. beyond_window: at least one whole block lies before the sliding window and is not kept.
+    """
+
+    block_tokens: int
+    """Largest block of all groups of both roles."""
+    window_tokens: int
+    """Largest sliding window; 0: the model has none."""
+    prompts: tuple[SmokePrompt, ...]
+    max_tokens: int
+    """Tokens to generate for each."""
+
+
 BehaviourCheck = Literal["build_identity", "tool_call_thinking_on", "tool_call_thinking_off", "json_schema"]
 
 
@@ -251,6 +277,8 @@ class Spec:
     behaviour: tuple[BehaviourCheck, ...]
     load: LoadSpec | None
     proof: Proof
+    page_smoke: PageSmoke | None = None
+    """None: one KV cache group, the hybrid manager off, or no hand-over."""
     network_interface: str = ""
     """Interface whose address the nodes use; empty: NodeAddr of scontrol, or 127.0.0.1 for a local run."""
     http_port: int = 0

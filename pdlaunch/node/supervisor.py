@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from . import afterwards, finish, gate, snapshots
+from . import afterwards, finish, gate, smoke, snapshots
 from .allocation import job_id
 from .contracts import Events, Verdict
 from .deployment import Deployment, redactor_of
@@ -30,8 +30,7 @@ _STOP_BUDGET_S = {"local": 6.0, "slurm": 16.0}
 """From a signal to the last process. A person waits at most 10 s, judging included; Slurm kills 30 s (KillWait) after TERM."""
 _SIGNAL_RACE_S = 0.5
 _HALT_S = 2.0
-_PROGRESS_S = 10.0
-_POLL_S = 0.1
+_PROGRESS_S, _POLL_S = 10.0, 0.1
 MIN_FREE_GIB = 0.25
 
 
@@ -162,6 +161,13 @@ class Run:
         with self.stage("first_token"):
             for target, url in targets:
                 self.watch([functools.partial(self._complete, target, url)])
+            if self.spec.page_smoke and not self.wrong:
+                self.watch([functools.partial(self._page_smoke, dict(targets))])
+
+    def _page_smoke(self, urls: dict[str, str], halt: threading.Event) -> None:
+        failures = smoke.run_smoke(self.spec, urls, self.seed, self.run_dir / "gate.jsonl", halt)
+        if failures and not halt.is_set():
+            self.wrong_text("first_token", f"gate, {'; '.join(failures)}")
 
     def _complete(self, target: str, url: str, halt: threading.Event) -> None:
         failure = gate.first_completion(self.spec, url, self.seed, self.run_dir / "gate.jsonl", halt, target)
@@ -216,9 +222,9 @@ class Run:
         phases = self.spec.load.phases
         heaviest = max(range(len(phases)), key=lambda i: (phases[i].concurrency or 0, phases[i].request_rate_per_s or 0.0))
         for number, phase in enumerate(phases):
-            works = [functools.partial(self._phase, phase)]
             self.loading = True
-            self.watch([*works, self._progress(phase.name), *([self._recall_during] if number == heaviest else [])])
+            during = [self._recall_during] if number == heaviest else []
+            self.watch([functools.partial(self._phase, phase), self._progress(phase.name), *during])
         self.snapshot("after_load")
 
     def _phase(self, phase: LoadPhase, halt: threading.Event) -> None:

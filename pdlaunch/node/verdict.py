@@ -8,7 +8,8 @@ Where the rules come from (numbers are those of public reports):
     recall             text alone decides: vllm#37333 (noise with 200), vllm#52234 (another request's text), vllm#52627 (only under load).
                        Every time that the recipe asks for must be complete; a hang is a failure (nixl#2047, dynamo#11914, vllm#29369)
     logs               logs.PATTERNS, each with its own report; EngineDeadError and the like count only before the stop
-    gate               workers per role as the spec asks (dynamo#8263: a refused worker looks healthy) and one completion that was looked at
+    gate               workers per role as the spec asks (dynamo#8263: a refused worker looks healthy), one completion that was looked
+                       at, and with several KV cache groups the prompts of smoke.py
     transfer bytes     above 0 on decode: the right answer can come from decode's own prefill (vllm#26896)
     failed, expired    0 (vllm#50765; expired blocks may be read after they were given away)
     local compute      decode computes no prompt itself, but for single tokens (vllm#26896, dynamo#6678)
@@ -28,6 +29,7 @@ from dataclasses import replace
 
 from .contracts import Check, Evidence, Verdict, VerdictWord
 from .logs import PATTERNS
+from .smoke import TITLES, required
 from .spec import EngineSpec, Spec
 
 LOCAL_COMPUTE_TOKENS_PER_REQUEST = 1
@@ -167,6 +169,11 @@ def gate_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
         yield _completion(evidence, "first completion", "gate.deployment.failure", "a completion that was looked at")
     if spec.engines_of("control"):
         yield _completion(evidence, "first completion of the control engine", "gate.control.failure", "a completion")
+    for prompt in spec.page_smoke.prompts if spec.page_smoke else ():
+        prefix = f"gate.smoke.{prompt.name}"
+        passed, observed = evidence.get(f"{prefix}.passed"), evidence.get(f"{prefix}.observed")
+        source = evidence.values[f"{prefix}.passed"].source if passed is not None else ""
+        yield Check(f"gate, {TITLES[prompt.name]}", passed, observed or "it was not asked", required(spec, prompt), source)
 
 
 def _completion(evidence: Evidence, name: str, key: str, required: str) -> Check:

@@ -1,20 +1,17 @@
-"""Which rank holds which KV heads, what a pair of TP sizes hands over, and whether stock vLLM can: pure arithmetic.
+"""Which rank holds which KV heads, and who reads them from whom: the hand-off head by head, as the page draws it.
 
-Rules of vLLM 0.31.0: a rank holds max(1, K // tp) of a layer's K KV heads, copies included (QKVParallelLinear); the NIXL
-connector sizes every layer by one model-wide K (nixl/base_worker.py register_kv_caches). Public reports: vllm#50765,
-vllm#45330, vllm#37333.
+A rank holds max(1, K // tp) of a layer's K KV heads, copies included (QKVParallelLinear of vLLM 0.31.0). What a hand-off costs is in
+planner/transfer.py, whether vLLM can do it in planner/compat.py; tests/test_geometry.py holds the three against each other.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pdlaunch.errors import PlanError
-
-STOCK_REFUSES_COPIES = "stock cannot read from prefill ranks that hold copies of a head when decode TP is smaller"
 
 
 @dataclass(frozen=True)
@@ -26,10 +23,6 @@ class LayerKind:
     kv_heads: int
     head_size_k: int
     head_size_v: int
-
-    def token_bytes(self, tp: int, dtype_bytes: int) -> int:
-        """Bytes of one token in one of these layers on one rank."""
-        return heads_per_rank(self.kv_heads, tp) * (self.head_size_k + self.head_size_v) * dtype_bytes
 
 
 @dataclass(frozen=True)
@@ -46,16 +39,6 @@ class Read:
     whole: bool
 
 
-@dataclass(frozen=True)
-class PatchNeed:
-    """Whether a pair needs the per-region patch on stock 0.31.0. reasons: one line per layer kind that stock gets wrong."""
-
-    needed: bool
-    reasons: tuple[str, ...]
-    hybrid_manager_off: bool
-    """The patch reads per region, so the hybrid manager must be off on both roles."""
-
-
 def heads_per_rank(kv_heads: int, tp: int) -> int:
     """KV heads of a layer on one rank. PlanError unless one of the two divides the other (vLLM's own assertion)."""
     if tp < 1 or kv_heads < 1 or (kv_heads % tp and tp % kv_heads):
@@ -67,44 +50,6 @@ def heads_of_rank(kv_heads: int, rank: int, tp: int) -> range:
     """The KV heads that one rank holds; with tp above kv_heads neighbours hold copies of one head."""
     first = rank * kv_heads // tp
     return range(first, first + heads_per_rank(kv_heads, tp))
-
-
-def patch_need(kinds: Sequence[LayerKind], prefill_tp: int, decode_tp: int) -> PatchNeed:
-    """Judge a pair by what stock 0.31.0 computes: every layer must scale like the largest head count of the model.
-
-    PlanError when the TP sizes do not divide one another or do not suit the heads. Holds with the hybrid manager on as
-    well: there stock fails for the same pairs, by unequal block sizes.
-    """
-    _check_tp(prefill_tp, decode_tp)
-    wide = max(kind.kv_heads for kind in kinds)
-    wide_p, wide_d = heads_per_rank(wide, prefill_tp), heads_per_rank(wide, decode_tp)
-    reasons = []
-    if prefill_tp == decode_tp:
-        return PatchNeed(False, (), False)
-    for kind in kinds:
-        p, d = heads_per_rank(kind.kv_heads, prefill_tp), heads_per_rank(kind.kv_heads, decode_tp)
-        if p * wide_d != d * wide_p:
-            layers = f"{len(kind.layers)} {kind.name} layers (first: layer {kind.layers[0]})"
-            reasons.append(
-                f"{layers} hold {p} KV heads per rank at prefill TP {prefill_tp} and {d} at decode TP {decode_tp}; "
-                f"stock expects the ratio {wide_p} to {wide_d} of the model-wide {wide} KV heads"
-            )
-    if prefill_tp > decode_tp and prefill_tp > wide:
-        reasons.append(f"prefill TP {prefill_tp} is above the model-wide {wide} KV heads: {STOCK_REFUSES_COPIES}")
-    return PatchNeed(bool(reasons), tuple(reasons), bool(reasons))
-
-
-def transferred_bytes(
-    kinds: Sequence[LayerKind], decode_tp: int, prompt_tokens: Iterable[int], block_tokens: int, dtype_bytes: int
-) -> int:
-    """Bytes that all decode ranks of one engine pull for these prompts: hybrid manager off, no prefix-cache hits.
-
-    decode_tp x sum over prompts of ceil(tokens / block_tokens) x block_tokens x sum over layers of token_bytes(decode_tp).
-    It depends on prefill's TP in no way: every decode rank pulls exactly what it must hold, whole blocks.
-    """
-    blocks = sum(-(-tokens // block_tokens) for tokens in prompt_tokens)
-    per_token = sum(len(kind.layers) * kind.token_bytes(decode_tp, dtype_bytes) for kind in kinds)
-    return decode_tp * blocks * block_tokens * per_token
 
 
 def hand_off(kinds: Sequence[LayerKind], prefill_tp: int, decode_tp: int) -> list[Read]:

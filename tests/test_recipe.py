@@ -49,6 +49,13 @@ BAD = [
             "allow_unsupported_pair",
         ],
     ),
+    (
+        "tiny-p2d1",
+        "local",
+        ["engine_args.hybrid_kv_cache_manager=true"],
+        PlanError,
+        ["reads one way only", "mixed-heads-direction", "allow_unsupported_pair"],
+    ),
     ("tiny-p1d1", "local", ["allow_unsupported_pair=why"], RecipeError, ["this pair is supported", "remove the key"]),
     (
         "gemma4-p4d8",

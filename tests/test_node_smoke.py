@@ -113,6 +113,19 @@ def test_a_wrong_token_beyond_the_window_fails(tmp_path: Path) -> None:
     assert "first differing token 0" in failures[0]
 
 
+def test_an_answer_from_a_cache_that_lost_its_first_block_fails(tmp_path: Path) -> None:
+    """What a list paired by its end does: 64 tokens of the start are lost, every other note is still there."""
+
+    def lost(reply: fake.Reply) -> None:
+        kept = " ".join(reply.prompt.split(" ")[28:])
+        assert estimate_tokens(reply.prompt) - estimate_tokens(kept) < 64
+        reply.say(fake.right_code(kept) or "ABCD1234")
+
+    failures, rows, checks = ask(tmp_path, for_length(330, counting(lost), counting(fake.right)))
+    assert len(failures) == 1
+    assert f"the code {rows[0]['code']} is not the answer" in checks[SHORT].observed
+
+
 @pytest.mark.parametrize("ratio", [0.6, 1.0, 1.3, 2.0])
 def test_the_length_is_found_by_what_the_server_counts(tmp_path: Path, ratio: float) -> None:
     answer = counting(fake.right, overhead=23, ratio=ratio)

@@ -1,8 +1,9 @@
 """The gate with the hybrid KV cache manager on: two prompts whose pages a wrong pairing of block lists, or a wrong window, would spoil.
 
-Text alone may hide a page that is shifted by a few tokens (facts that recall does not ask for), so where there is a control engine the
-answers must be equal token for token. A length counts only as the server counts it (usage.prompt_tokens): a prompt is built, asked, and
-built anew by what the server said, until its length is one that the test is about.
+Keys carry their position, so a list that is paired by its end instead of by token position shows only by the tokens that it loses, those
+of the first blocks. Therefore the prompt with the short last page asks for the code in its first note: with any other note the wrong
+pairing answered rightly, token for token. A length counts only as the server counts it (usage.prompt_tokens): a prompt is built, asked,
+and built anew by what the server said, until its length is one that the test is about.
 """
 
 from __future__ import annotations
@@ -92,12 +93,16 @@ def _ask(
 
 
 def _prompt(seed: str, wanted: SmokePrompt, ratio: float) -> RecallPrompt | None:
-    """Of some prompts the one that should lie nearest to the middle of the wanted lengths; ratio: server's tokens per estimated token."""
+    """Of some prompts that ask for their first note, the one that should be nearest to the middle of the wanted lengths.
+
+    ratio: the server's tokens per estimated token.
+    """
     middle = (wanted.minimum_tokens + wanted.maximum_tokens) / 2 / ratio
-    made = []
+    made: list[RecallPrompt] = []
     for candidate in range(_CANDIDATES):
         try:
-            made += recall_prompts(f"{seed}/{candidate}", 1, round(middle) + candidate)
+            first, _ = recall_prompts(f"{seed}/{candidate}", 2, round(middle) + candidate)
+            made.append(first)
         except ValueError:
             continue
     return min(made, key=lambda prompt: abs(estimate_tokens(prompt.text) - middle), default=None)

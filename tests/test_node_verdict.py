@@ -258,6 +258,17 @@ def test_http_200_alone_does_not_open_the_gate(tmp_path: Path) -> None:
     assert "first completion: the completion is empty" in reasons(run.verdict())
 
 
+def test_a_first_completion_that_was_called_off_shows_nothing(tmp_path: Path) -> None:
+    run = good_run(tmp_path)
+    for name in ("recall/before.jsonl", "recall/during.jsonl", "recall/after.jsonl", "load/c2/command.json"):
+        (tmp_path / name).unlink()
+    run.rows("gate.jsonl", [run.row("gate", content="", error="stopped: while waiting for the answer", failure="stopped: while waiting")])
+    verdict = run.verdict("interrupted by SIGINT while requests were running")
+    assert verdict.verdict == "INCOMPLETE", verdict.reasons
+    (check,) = [c for c in verdict.checks if c.name == "first completion"]
+    assert check.passed is None
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

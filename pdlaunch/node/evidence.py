@@ -84,6 +84,11 @@ def _put_stages(evidence: Evidence, timeline: Timeline) -> None:
             evidence.put(f"stage.{stage.label}.duration_s", round(stage.duration_s, 3), source, "s")
 
 
+def _called_off(row: dict[str, Any]) -> bool:
+    """A request that a stop of the run ended shows nothing of the deployment."""
+    return str(row.get("error", "")).startswith("stopped")
+
+
 def _put_gate(evidence: Evidence, spec: Spec, run_dir: Path) -> None:
     ready = _object(run_dir / "gate.json")
     if ready is not None:
@@ -98,7 +103,7 @@ def _put_gate(evidence: Evidence, spec: Spec, run_dir: Path) -> None:
             evidence.put(f"gate.smoke.{prompt.name}.passed", found.passed, source)
         evidence.put(f"gate.smoke.{prompt.name}.observed", found.observed, "gate.jsonl")
     for line, row in enumerate(rows, start=1):
-        if "smoke" in row:
+        if "smoke" in row or _called_off(row):
             continue
         target = row.get("target", "deployment")
         evidence.put(f"gate.{target}.failure", row.get("failure") or row.get("error") or "", f"gate.jsonl:{line}")
@@ -111,7 +116,7 @@ def _put_recall(evidence: Evidence, spec: Spec, run_dir: Path, timeline: Timelin
     """A row counts as correct when it says so, and when its own text holds its code too: the archive is judged, not its summary."""
     for when in spec.recall.when if spec.recall else ():
         rows, source, prefix = read_rows(run_dir / "recall" / f"{when}.jsonl"), f"recall/{when}.jsonl", f"recall.{when}"
-        asked = [row for row in rows if not str(row.get("error", "")).startswith("stopped")]
+        asked = [row for row in rows if not _called_off(row)]
         right = [row for row in asked if row.get("correct") is True and not row.get("error") and _holds_code(row)]
         if rows:
             evidence.put(f"{prefix}.asked", len(asked), source)
@@ -134,7 +139,7 @@ def _holds_code(row: dict[str, Any]) -> bool:
 
 def _put_behaviour(evidence: Evidence, spec: Spec, run_dir: Path) -> None:
     for line, row in enumerate(read_rows(run_dir / "behaviour.jsonl"), start=1):
-        if not str(row.get("error", "")).startswith("stopped"):
+        if not _called_off(row):
             evidence.put(f"behaviour.{row.get('check')}.passed", row.get("passed"), f"behaviour.jsonl:{line}")
             evidence.put(f"behaviour.{row.get('check')}.why", row.get("why"), f"behaviour.jsonl:{line}")
     rows = read_rows(run_dir / "agreement.jsonl")

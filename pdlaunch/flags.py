@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,8 @@ def check_env(programs: tuple[str, ...], env: dict[str, str], where: dict[str, W
     """RecipeError on a variable that the launcher owns, that sets an owned flag, or whose name says that it holds a secret."""
     by_env = {flag["env"]: flag for program in programs for flag in flag_list(program).by_name.values() if flag["env"]}
     for name in env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise RecipeError(f"{name!r} is no name of a variable", where=where[name], rule="letters, digits and _, no digit first")
         key = OWNED_ENV.get(name)
         if key is None and name in by_env:
             spellings = by_env[name]["names"]

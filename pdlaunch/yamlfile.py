@@ -19,6 +19,8 @@ KeyPath = tuple[str | int, ...]
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)(\.[0-9]*)?([eE][-+]?[0-9]+)?|[-+]?\.[0-9]+([eE][-+]?[0-9]+)?")
+LARGEST = 2**53
+"""The largest whole number that every reader of JSON takes exactly."""
 _SCALARS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -72,7 +74,10 @@ def read(path: Path) -> Document:
     try:
         root = loader.get_single_node()
         lines: dict[KeyPath, int] = {}
+        _no_aliases(root, path)
         data = None if root is None else _plain(loader, root, (), lines, path)
+    except RecursionError:
+        raise RecipeError("nested too deeply", where=Where(path), rule="one YAML document") from None
     except yaml.MarkedYAMLError as e:
         line = e.problem_mark.line + 1 if e.problem_mark else None
         raise RecipeError(f"not YAML: {e.problem or e.context}", where=Where(path, line), rule="one YAML document") from None
@@ -83,6 +88,21 @@ def read(path: Path) -> Document:
     if not isinstance(data, dict):
         raise RecipeError(f"expected keys and values, found {'nothing' if data is None else type(data).__name__}", where=Where(path, 1))
     return Document(path, data, lines)
+
+
+def _no_aliases(root: yaml.Node | None, file: Path) -> None:
+    """Lists and mappings that are there twice: one in itself never ends, and ten of ten of ten fill the memory."""
+    seen: set[int] = set()
+    waiting = [] if root is None else [root]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.ScalarNode):
+            continue
+        if id(node) in seen:
+            raise RecipeError("an alias of a list or mapping", where=Where(file, node.start_mark.line + 1), rule="each value written out")
+        seen.add(id(node))
+        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        waiting.extend(inner)
 
 
 def _plain(loader: Any, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path) -> Any:
@@ -116,7 +136,12 @@ def _plain(loader: Any, node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int
             lines[(*path, i)] = item.start_mark.line + 1
             items.append(_plain(loader, item, (*path, i), lines, file))
         return items
-    return _number(loader.construct_object(node), str(node.value), Where(file, node.start_mark.line + 1, dotted(path) or None))
+    where = Where(file, node.start_mark.line + 1, dotted(path) or None)
+    try:
+        value = loader.construct_object(node)
+    except ValueError as e:  # 2026-02-30, or more digits than Python reads
+        raise RecipeError(f"{node.value[:40]!r} cannot be read: {e}", where=where, rule="YAML", hint="a text stands in quotes") from None
+    return _number(value, str(node.value), where)
 
 
 def _number(value: Any, text: str, where: Where) -> Any:
@@ -151,7 +176,10 @@ def _value(text: str, setting: str) -> Any:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
+        _no_aliases(node, Path())
         return None if node is None else _plain(loader, node, (), {}, Path())
+    except RecursionError:
+        raise RecipeError(f"--set {setting[:80]}: nested too deeply", rule="--set key=value") from None
     except RecipeError as e:
         raise RecipeError(f"--set {setting}: {e.what}", rule=e.rule, hint=e.hint) from None
     except yaml.YAMLError as e:
@@ -289,6 +317,10 @@ def _bound(hint: Any, document: Document, value: Any, path: KeyPath) -> Any:
 def _scalar(hint: Any, document: Document, value: Any, path: KeyPath) -> Any:
     if hint is Any:
         return value
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise RecipeError(f"{str(value)[:40]} is too large", where=document.where(path), rule=f"at most {LARGEST}")
+    if isinstance(value, str) and (bad := next((c for c in value if ord(c) < 32 and c not in "\n\t"), None)):
+        raise RecipeError(f"the character {bad!r} in {value!r}", where=document.where(path), rule="text without control characters")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

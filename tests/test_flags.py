@@ -133,6 +133,8 @@ def test_each_program_has_its_own_list() -> None:
         ("NIXL_PTHR_DELAY_US", "use the key nixl_progress_thread_delay_us"),
         ("VLLM_CPU_KVCACHE_SPACE", "use the key engine_args.kv_cache_memory_mib"),
         ("DYN_TOOL_CALL_PARSER", "owned by the launcher"),
+        ("", "is no name of a variable"),
+        ("A=B", "is no name of a variable"),
         ("HF_TOKEN", "looks like a secret"),
         ("MY_API_KEY", "looks like a secret"),
     ],

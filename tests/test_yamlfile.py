@@ -81,6 +81,14 @@ def test_values_lists_and_defaults(tmp_path: Path) -> None:
         ("- a\n", "expected keys and values, found list"),
         ("? [a, b]\n: c\n", "a key must be a plain text"),
         ("name: !!python/object/apply:os.system [ls]\ninner: {size: 1}\n", "plain mappings and lists, no tags"),
+        ("name: x\ninner: &a {size: *a}\n", "a file.yaml:2: an alias of a list or mapping"),
+        ("name: x\nmany: &a [&b [&c []]]\nfree: {x: *b}\n", "an alias of a list or mapping"),
+        ("name: 2026-13-01\ninner: {size: 1}\n", "DIR/a file.yaml:1 name: '2026-13-01' cannot be read: month must be in 1..12"),
+        (f"name: x\ninner: {{size: 1{'0' * 5000}}}\n", "cannot be read"),
+        (f"name: x\ninner: {{size: 1}}\nshare: 1{'0' * 400}\n", "is too large\n  rule: at most 9007199254740992"),
+        ('name: "a\\0b"\ninner: {size: 1}\n', "the character '\\x00' in 'a\\x00b'"),
+        ("name: " + "[" * 5000 + "\n", "not YAML"),
+        ("free: " + "{a: " * 400 + "1" + "}" * 400 + "\n", ""),
         ("name: !!python/name:os.system x\ninner: {size: 1}\n", "not YAML"),
     ],
 )
@@ -105,6 +113,8 @@ def test_overrides_are_typed_recorded_and_named(tmp_path: Path) -> None:
     assert "many is a list of 0" in refused(tmp_path, GOOD + "many: []\n", "many.0.size=1")
     assert "name is 'x' and has no keys" in refused(tmp_path, GOOD, "name.a=1")
     assert "the value is not YAML" in refused(tmp_path, GOOD, "name={a")
+    assert "--set free=&a {a: *a}: an alias of a list or mapping" in refused(tmp_path, GOOD, "free=&a {a: *a}")
+    assert "--set name=2026-13-01: '2026-13-01' cannot be read" in refused(tmp_path, GOOD, "name=2026-13-01")
 
 
 def test_an_override_does_not_change_the_document_it_was_laid_over(tmp_path: Path) -> None:

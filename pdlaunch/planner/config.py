@@ -96,6 +96,8 @@ def load_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise PlanError(f"not JSON: {error.msg}", where=Where(file, error.lineno)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(f"cannot be read: {error}", where=where, rule="a HF config is a JSON object in UTF-8") from None
     if not isinstance(config, dict):
         raise PlanError(f"is a {type(config).__name__}", where=where, rule="a HF config is a JSON object")
     return config

@@ -230,6 +230,9 @@ def main() -> int:
     except click.ClickException as e:
         e.show()
         return EXIT_BAD_INPUT
+    except OSError as e:  # a path or a disk that the system refuses: for a person to correct
+        click.echo(f"error: {str(e.filename or '')[-200:]}: {e.strerror or e}", err=True)
+        return EXIT_BAD_INPUT
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED

@@ -40,7 +40,7 @@ def render(job: Job, out: Path) -> Path:
         temporary.rename(out)
     except OSError as e:
         raise BundleError(
-            f"the bundle cannot be written to {out}: {e.strerror or e}", rule="a folder that can be written, with free space"
+            f"the bundle cannot be written to {out}: {e.strerror or e} ({e.filename})", rule="a folder that can be written, with free space"
         ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -351,11 +351,8 @@ def site_packages_of(python: Path) -> Path:
     rule = "bin/python of a virtual environment, as in .envs/engine-stock/bin/python"
     if not python.is_file():
         what = "is a folder" if python.is_dir() else "does not exist"
-        raise PatchError(
-            f"{python} {what}",
-            rule=rule,
-            hint="correct the path, or run `make setup`, which makes the environments of this machine",
-        )
+        hint = "correct the path, or run `make setup`, which makes the environments of this machine"
+        raise PatchError(f"{python} {what}", rule=rule, hint=hint)
     found = sorted(Path(os.path.abspath(python)).parent.parent.glob("lib/python3*/site-packages"))  # noqa: PTH100 - links are kept
     if len(found) != 1:
         raise PatchError(
@@ -378,7 +375,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         series = load_series(options.series)
         if options.verb == "status":
-            states = status(options.site_packages, series)
+            chosen = {series.patch(name).name for name in options.names}
+            states = [found for found in status(options.site_packages, series) if not chosen or found.name in chosen]
             for found in states:
                 print(f"{found.state:13} {found.name} ({found.installed or 'not installed'})")
             return EXIT_VERDICT if any(found.state == "unknown" for found in states) else EXIT_OK
@@ -386,6 +384,8 @@ def main(arguments: list[str] | None = None) -> int:
             for path, observed in verify(options.site_packages, series, options.names).items():
                 print(f"{observed}  {path}")
             return EXIT_OK
+        if not options.names:
+            raise PatchError(f"{options.verb}: no patch is named", rule=f"names behind {options.verb}", hint="status lists them")
         move = apply if options.verb == "apply" else revert
         for path in move(options.site_packages, series, options.names, dry_run=options.dry_run):
             print(f"{'would change' if options.dry_run else 'changed'} {path}")

@@ -37,7 +37,7 @@ def findings(job: Job, *, submitting: bool = True) -> list[Finding]:
     checks: list[Callable[[Job], str]] = [_secrets, _model, _time_limit]
     here = job.cluster.launcher == "local"
     if here:
-        checks += [_python, _aiperf, _control_plane, _port]
+        checks += [_node_python, _python, _aiperf, _control_plane, _port]
     elif job.cluster.models_visible:
         checks += [_python, _aiperf]
     if submitting:
@@ -106,6 +106,10 @@ def _executable(path: str, job: Job, key: str, hint: str) -> str:
     if found is None:
         raise RecipeError(f"{path} cannot be started", where=job.cluster.source.where(key), rule="an executable file", hint=hint)
     return found
+
+
+def _node_python(job: Job) -> str:
+    return _executable(job.cluster.node_python, job, "node_python", "Python 3.10 or newer of this machine")
 
 
 def _python(job: Job) -> str:

@@ -340,6 +340,13 @@ def test_a_damaged_patch_file_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_module_command_line(site: Path, series: patching.Series, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--site-packages", str(site), "--series", str(series.path)]
+    for verb in ("apply", "revert"):
+        assert patching.main([verb, *options]) == 2
+        assert "no patch is named" in capsys.readouterr().err
+    assert patching.main(["status", "two", *options]) == 0
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["two"]
+    assert patching.main(["status", "three", *options]) == 2
+    assert "unknown patch 'three'" in capsys.readouterr().err
     assert patching.main(["apply", "one", "--dry-run", *options]) == 0
     assert "would change engine/core.py" in capsys.readouterr().out
     assert patching.main(["apply", "one", *options]) == 0

@@ -141,7 +141,7 @@ class DeadlineKeys:
     engines_s: float = key(1800.0, minimum=1)
     """Every engine is registered."""
     gate_s: float = key(120.0, minimum=1)
-    """The model is ready and a real completion through both roles has been read."""
+    """The model is ready and a real completion through both roles has been read; also each further prompt of the gate."""
     recall_request_s: float = key(120.0, minimum=1)
     """One recall request."""
     behaviour_request_s: float = key(120.0, minimum=1)

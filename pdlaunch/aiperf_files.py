@@ -71,7 +71,7 @@ def parse_summary(data: bytes, path: Path) -> dict[str, Any]:
     """profile_export_aiperf.json; ArchiveError when it is cut short, foreign or of another major schema. path is only for messages."""
     try:
         body = json.loads(data)
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise _bad(path, f"not JSON: {e}", "the file as AIPerf wrote it") from None
     if not isinstance(body, dict) or "aiperf_version" not in body or "schema_version" not in body:
         raise _bad(path, "no aiperf_version and schema_version", "profile_export_aiperf.json of AIPerf 0.13")

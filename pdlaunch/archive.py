@@ -40,7 +40,7 @@ def read(path: Path) -> ArchivedRun:
         verdict = Verdict.read(path / "verdict.json")
     except FileNotFoundError:
         return ArchivedRun(path, path.parent.name, "UNFINISHED", "the run has no verdict")
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ArchiveError(f"{path / 'verdict.json'}: {e}", rule="written by this project") from None
     return ArchivedRun(path, path.parent.name, verdict.verdict, verdict.line)
 
@@ -105,7 +105,7 @@ def verify(run: Path) -> Verification:
         return Verification(changed, missing, foreign, (), "", len(named))
     try:
         judged = tuple(_judge_again(run, manifest, foreign=bool(foreign)))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as e:
         raise ArchiveError(
             f"{run} cannot be judged again: {e!r}", rule="files as this version of the project writes them", hint="launch.py status RUN"
         ) from None
@@ -121,7 +121,7 @@ def _manifest(run: Path) -> dict[str, Any]:
             rule="a run that was archived: the manifest is written last",
             hint="the run was cut off, or the folder is not one of a run",
         ) from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ArchiveError(f"{run / MANIFEST} is damaged: {e}", rule="JSON") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != 1 or not isinstance(manifest.get("files"), dict):
         raise ArchiveError(f"{run / MANIFEST} is not a manifest of this project", rule="schema 1 with files")

@@ -18,8 +18,8 @@ from typing import Any
 from pdlaunch.aiperf_files import PhaseFiles, Record, read_phase
 from pdlaunch.errors import ArchiveError, Where
 from pdlaunch.metrics_defs import Denominators, Metric, Reconciliation, compute, reconcile, tpot_ms
-from pdlaunch.node.contracts import SCHEMA_VERSION
-from pdlaunch.node.spec import LoadPhase, SpecError, from_json
+from pdlaunch.node.contracts import SCHEMA_VERSION, Verdict
+from pdlaunch.node.spec import LoadPhase, Spec, SpecError, from_json
 from pdlaunch.stats import percentile_of_sorted
 
 MARKS = ("spec.json", "verdict.json", "manifest.json", "events.jsonl")
@@ -69,7 +69,7 @@ class Files:
             return None
         try:
             return json.loads(data)
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        except (ValueError, RecursionError) as e:
             raise ArchiveError(f"not JSON ({e})", where=Where(path), rule="a whole file as the run wrote it") from None
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ class Files:
         for number, line in enumerate(self.read(path).splitlines(), 1):
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            except (ValueError, RecursionError) as e:
                 raise ArchiveError(f"not JSON ({e})", where=Where(path, number), rule="one object per line") from None
             if not isinstance(row, dict):
                 raise ArchiveError(f"{type(row).__name__}", where=Where(path, number), rule="one object per line")
@@ -179,7 +179,7 @@ def open_files(path: Path) -> Files:
         return Files(path, None)
     try:
         data = checked_schema(json.loads(manifest.read_bytes()), manifest)
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise ArchiveError(f"not JSON ({e})", where=Where(manifest), rule="a whole file as the run wrote it") from None
     files = data.get("files")
     if not isinstance(files, dict):
@@ -252,6 +252,51 @@ def _phase(files: Files, setting: LoadPhase, per: Denominators, with_curves: boo
     )
 
 
+def _spec(files: Files) -> dict[str, Any]:
+    """The JSON as it is, after it was bound to Spec: what reads it later may index it."""
+    path = files.run / "spec.json"
+    data = checked_schema(files.json("spec.json") or _absent(path), path)
+    try:
+        from_json(Spec, data)
+    except SpecError as e:
+        raise ArchiveError(str(e), where=Where(path), rule="spec.json as this version of the project writes it") from None
+    return data
+
+
+def _verdict(files: Files) -> dict[str, Any]:
+    path = files.run / "verdict.json"
+    data = checked_schema(files.json("verdict.json") or _absent(path), path)
+    try:
+        from_json(Verdict, {k: v for k, v in data.items() if k != "schema"})
+    except SpecError as e:
+        raise ArchiveError(str(e), where=Where(path), rule="verdict.json as this version of the project writes it") from None
+    return data
+
+
+def _evidence(files: Files) -> dict[str, dict[str, Any]]:
+    path = files.run / "evidence.json"
+    values = checked_schema(files.json("evidence.json") or _absent(path), path).get("values")
+    if not isinstance(values, dict):
+        raise ArchiveError("no values", where=Where(path, key="values"), rule="{name: {value, unit, source}}")
+    for name, one in values.items():
+        if not isinstance(one, dict) or not {"value", "source"} <= set(one):
+            raise ArchiveError(f"{one!r}"[:80], where=Where(path, key=f"values.{name}"), rule="{value, unit, source}")
+    return values
+
+
+_NODE_FACTS: dict[str, type] = {"versions": dict, "gpus": list, "node": int, "host": str, "removed": dict}
+
+
+def _node(files: Files, name: str) -> dict[str, Any]:
+    path, data = files.run / name, files.json(name)
+    if not isinstance(data, dict):
+        raise ArchiveError(f"holds {type(data).__name__}", where=Where(path), rule="an object")
+    for key, kind in _NODE_FACTS.items():
+        if data.get(key) is not None and not isinstance(data[key], kind):
+            raise ArchiveError(f"{data[key]!r}"[:80], where=Where(path, key=key), rule=f"{kind.__name__} or absent")
+    return data
+
+
 def read_run(path: Path, *, curves: bool = True) -> Run:
     """Everything that reports need; curves: the distributions too, which only a page draws.
 
@@ -261,7 +306,7 @@ def read_run(path: Path, *, curves: bool = True) -> Run:
     problems: list[str] = (
         [] if files.expected is not None else ["no manifest.json: nothing proves that the files are as the run wrote them"]
     )
-    spec = checked_schema(files.json("spec.json") or _absent(path / "spec.json"), path / "spec.json")
+    spec = _spec(files)
 
     def attempt(read: Callable[[], Any], otherwise: Any) -> Any:
         try:
@@ -281,12 +326,12 @@ def read_run(path: Path, *, curves: bool = True) -> Run:
         "checks": [],
         "text_checked": spec["proof"]["text_checked"],
     }
-    verdict = attempt(lambda: checked_schema(files.json("verdict.json") or _absent(path / "verdict.json"), path / "verdict.json"), unknown)
-    evidence = attempt(lambda: checked_schema(files.json("evidence.json") or _absent(path / "evidence.json"), path / "evidence.json"), {})
+    verdict = attempt(lambda: _verdict(files), unknown)
+    evidence = attempt(lambda: _evidence(files), {})
     events = attempt(lambda: files.lines(path / "events.jsonl"), [])
     nodes = {}
     for node in sorted((path / "nodes").glob("*.json")):
-        nodes[node.stem] = attempt(lambda node=node: files.json(f"nodes/{node.name}"), {})  # type: ignore[misc]
+        nodes[node.stem] = attempt(lambda node=node: _node(files, f"nodes/{node.name}"), {})  # type: ignore[misc]
     found = []
     for i, raw in enumerate((spec.get("load") or {}).get("phases", [])):
         try:
@@ -296,7 +341,7 @@ def read_run(path: Path, *, curves: bool = True) -> Run:
             continue
         found.append(_phase(files, setting, denominators(spec), curves))
         problems.extend(found[-1].problems)
-    return Run(path, run_id(path), spec, verdict, evidence.get("values", {}), tuple(events), nodes, tuple(found), tuple(problems),
+    return Run(path, run_id(path), spec, verdict, evidence, tuple(events), nodes, tuple(found), tuple(problems),
                files.expected is not None and not files.changed, files)  # fmt: skip
 
 

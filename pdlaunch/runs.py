@@ -69,7 +69,7 @@ def _decode_argv(spec: dict[str, Any]) -> list[str]:
 def _load(path: Path) -> dict[str, Any]:
     try:
         return checked_schema(json.loads(path.read_bytes()), path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise ArchiveError(f"not JSON ({e})", where=Where(path), rule="a whole file as the run wrote it") from None
 
 
@@ -82,7 +82,7 @@ def row_of(path: Path) -> Row:
         verdict, line = str(found["verdict"]), str(found["line"])
     except FileNotFoundError:
         pass
-    except (ArchiveError, KeyError) as e:
+    except (ArchiveError, OSError, KeyError, TypeError) as e:
         verdict, line, problem = "?", "", str(e).replace("\n", " ")
     try:
         spec = _load(path / "spec.json")
@@ -90,9 +90,16 @@ def row_of(path: Path) -> Row:
         return Row(name, path.name.split("-")[0], verdict, layout_of(spec), spec["model"]["id"], spec["proof"]["versions"].get("vllm", "?"),
                    ", ".join(spec["proof"]["patches"]) or "stock", hybrid_manager(argv), speculation(argv) or "off", spec["run"]["device"],
                    per.total if per.kind == "GPU" else 0, spec["run"]["cluster"], line, problem, str(path))  # fmt: skip
-    except (ArchiveError, FileNotFoundError, KeyError, TypeError, AttributeError, IndexError) as e:
+    except (ArchiveError, OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
         said = f"spec.json: {type(e).__name__} {e}" if not isinstance(e, ArchiveError) else str(e).replace("\n", " ")
         return Row(name, path.name.split("-")[0], verdict, "?", "?", "?", "?", "?", "?", "?", 0, "?", line, problem or said, str(path))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in a circle
+        return False
 
 
 def folders(results: Path) -> list[Path]:
@@ -102,10 +109,10 @@ def folders(results: Path) -> list[Path]:
         return found
     with os.scandir(results) as recipes:
         for recipe in recipes:
-            if recipe.name.startswith(".") or not recipe.is_dir():
+            if recipe.name.startswith(".") or not _is_folder(recipe):
                 continue
             with os.scandir(recipe.path) as runs:
-                found += [Path(r.path) for r in runs if r.is_dir() and not r.name.startswith(".")]
+                found += [Path(r.path) for r in runs if _is_folder(r) and not r.name.startswith(".")]
     return sorted(p for p in found if any((p / mark).exists() for mark in MARKS))
 
 
@@ -172,7 +179,7 @@ def read_all(paths: Sequence[Path], *, curves: bool = True) -> tuple[list[Run], 
             runs.append(read_run(path, curves=curves))
         except (ArchiveError, OSError) as e:
             refused.append((str(path), str(e)))
-        except (KeyError, TypeError, AttributeError, IndexError) as e:
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as e:
             refused.append((str(path), f"spec.json is not of this schema: {type(e).__name__} {e}"))
     return runs, refused
 
@@ -242,7 +249,8 @@ def last_counter(run: Run, process: str, name: str) -> float | None:
 def attempt(run: Run) -> Attempt:
     """One run as a line of the table."""
     spec, rows = run.spec, answers(run)
-    statuses = Counter(int(r.get("status") or 0) for name in rows for r in rows[name])
+    given = (r.get("status") for name in rows for r in rows[name])
+    statuses = Counter(status if isinstance(status, int) else 0 for status in given)
     recall = [r for name in rows if name.startswith("recall/") for r in rows[name]]
     failed = [last_counter(run, e["name"], _FAILED) for e in run.engines("decode")]
     known = [f for f in failed if f is not None]

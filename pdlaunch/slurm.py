@@ -74,7 +74,7 @@ def read_receipt(bundle: Path) -> Receipt | None:
         return Receipt(**json.loads((bundle / RECEIPT).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, RecursionError) as e:
         raise SubmitError(
             f"{bundle / RECEIPT} is not a receipt: {e}", hint="look for the job with squeue --me; then remove the file"
         ) from None
@@ -282,7 +282,7 @@ def spec_of(bundle: Path) -> Spec:
         raise SubmitError(
             f"{bundle} is no bundle: spec.json: {e.strerror}", rule="a folder that launch.py render or submit wrote"
         ) from None
-    except (ValueError, AttributeError) as e:
+    except (ValueError, AttributeError, RecursionError) as e:
         raise SubmitError(f"{bundle / 'spec.json'} is damaged: {e}", rule="a bundle as it was rendered", hint="render it again") from None
 
 
@@ -315,7 +315,7 @@ def last_stage(run_dir: Path | None) -> str:
     try:
         event = json.loads(lines[-1])
         return f"{event['stage']} {event['state']} at {event['utc']}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "unknown: the last line of events.jsonl is damaged"
 
 
@@ -324,7 +324,7 @@ def verdict_line(run_dir: Path | None) -> str:
         return ""
     try:
         return str(json.loads((run_dir / "verdict.json").read_text(encoding="utf-8"))["line"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "unknown: verdict.json is damaged"
 
 

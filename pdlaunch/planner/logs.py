@@ -151,6 +151,9 @@ class EngineRecord:
         return None if path is None else str(path)
 
 
+_NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
@@ -171,8 +174,10 @@ def read_records(path: Path) -> list[EngineRecord]:
     for folder in (path, path / "run"):
         spec = folder / "spec.json"
         if spec.is_file():
-            engines = json.loads(_text(spec))["engines"]
-            return [_engine_of_run(folder, engine) for engine in engines]
+            try:
+                return [_engine_of_run(folder, engine) for engine in json.loads(_text(spec))["engines"]]
+            except _NOT_OURS as e:
+                raise PlanError(f"not a spec.json of this project: {e!r}", where=Where(spec), rule="a run as it was archived") from None
     raise PlanError("neither a log nor a run", where=Where(path), rule="a log file, or a folder with spec.json, logs/ and metrics/")
 
 
@@ -296,11 +301,14 @@ def read_transfers(path: Path) -> list[Compared]:
     files = [folder / "evidence.json" for folder in (path, path / "run") if (folder / "evidence.json").is_file()]
     if not files:
         return []
-    values = json.loads(_text(files[0])).get("values", {})
     found = []
-    for name in values:
-        match = re.fullmatch(r"transfer\.decode\.(.+)\.bytes", name)
-        if match:
-            predicted = values.get(f"transfer.decode.{match[1]}.predicted_bytes", {}).get("value")
-            found.append(Compared(f"bytes, {match[1]}", predicted, values[name]["value"], values[name]["source"]))
+    try:
+        values = json.loads(_text(files[0])).get("values", {})
+        for name in values:
+            match = re.fullmatch(r"transfer\.decode\.(.+)\.bytes", name)
+            if match:
+                predicted = values.get(f"transfer.decode.{match[1]}.predicted_bytes", {}).get("value")
+                found.append(Compared(f"bytes, {match[1]}", predicted, values[name]["value"], values[name]["source"]))
+    except _NOT_OURS as e:
+        raise PlanError(f"not an evidence.json of this project: {e!r}", where=Where(files[0]), rule="a run as it was archived") from None
     return found

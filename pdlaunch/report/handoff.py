@@ -51,7 +51,7 @@ def kinds_of(run: Run, root: Path) -> tuple[list[LayerKind], str]:
             if path.is_relative_to(run.path):
                 run.files.read(path)
             kinds = layer_kinds(load_config(path))
-        except (LaunchError, OSError) as e:
+        except (LaunchError, OSError, ValueError, TypeError) as e:
             return [], f"{path}: {e}"
         inside = next((base for base in (run.path, root) if path.is_relative_to(base)), None)
         shown = path if inside is None else path.relative_to(inside)

@@ -19,6 +19,8 @@ from pdlaunch.utilisation import Period
 
 GPU_UTILISATION = "DCGM_FI_DEV_GPU_UTIL"
 PROMPT_TOKENS = "vllm:prompt_tokens_total"
+LATEST_S = 253402300799.0
+"""The last second of the year 9999, the latest that can be written as a date."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+(-?\d+))?\s*$")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
@@ -37,11 +39,17 @@ def _number(path: Path, line: int, key: str, text: str | None, high: float) -> f
     return value
 
 
+def _text(path: Path, rule: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise _bad(path, f"not UTF-8 text: {e.reason} at byte {e.start}", rule) from None
+
+
 def read_csv(path: Path) -> list[Period]:
     """Columns <role>_gpus, utilisation_pct, prompt_tokens_per_s and one time column (hour_ending or time). A row that is wrong is an
     error."""
-    text = path.read_text(encoding="utf-8-sig")
-    reader = csv.DictReader(io.StringIO(text))
+    reader = csv.DictReader(io.StringIO(_text(path, "a CSV, or a .json file with the answer of a range query")))
     names = reader.fieldnames or []
     role_columns = [n for n in names if n.endswith("_gpus")]
     time_columns = [n for n in names if n in ("hour_ending", "time", "utc")]
@@ -109,7 +117,7 @@ def _join(
 def _matrix(path: Path) -> list[dict[str, Any]]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise _bad(path, f"not JSON: {e}", "the answer of a Prometheus range query (/api/v1/query_range)") from None
     body = data.get("data") if isinstance(data, dict) else None
     if (
@@ -119,14 +127,19 @@ def _matrix(path: Path) -> list[dict[str, Any]]:
         or not isinstance(body.get("result"), list)
     ):
         raise _bad(path, "not a successful range query", 'status "success" and data.resultType "matrix"')
+    if wrong := [s for s in body["result"] if not isinstance(s, dict) or not isinstance(s.get("metric"), dict)]:
+        raise _bad(path, f"a series without labels: {wrong[0]!r}"[:120], 'data.result of objects with "metric" and "values"')
     return list(body["result"])
 
 
 def _values(path: Path, series: dict[str, Any]) -> list[tuple[float, float]]:
     try:
-        return [(float(when), float(value)) for when, value in series["values"]]
+        found = [(float(when), float(value)) for when, value in series["values"]]
     except (KeyError, TypeError, ValueError) as e:
         raise _bad(path, f'a series without [[time, "value"], ...]: {e}', "the answer of a Prometheus range query") from None
+    if wrong := [when for when, _ in found if not 0 <= when <= LATEST_S]:
+        raise _bad(path, f"{wrong[0]!r} is no time", "unix seconds")
+    return found
 
 
 def read_prometheus(utilisation: Path, load: Path, role: str, bin_s: float = 3600.0) -> list[Period]:
@@ -136,7 +149,7 @@ def read_prometheus(utilisation: Path, load: Path, role: str, bin_s: float = 360
     """
 
     def of_role(path: Path) -> list[list[tuple[float, float]]]:
-        return [_values(path, s) for s in _matrix(path) if s.get("metric", {}).get("role", role) == role]
+        return [_values(path, s) for s in _matrix(path) if s["metric"].get("role", role) == role]
 
     gpus = of_role(utilisation)
     totals: dict[float, float] = {}
@@ -168,8 +181,10 @@ def read_scrapes(folder: Path, role: str, bin_s: float = 3600.0) -> list[Period]
         try:
             when = float(path.stem)
         except ValueError:
-            raise _bad(path, "the name is not a time", "<unix seconds>.prom") from None
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            when = math.nan
+        if not 0 <= when <= LATEST_S:
+            raise _bad(path, "the name is not a time", "<unix seconds>.prom")
+        for number, line in enumerate(_text(path, "a saved answer of /metrics").splitlines(), 1):
             if not line.startswith((GPU_UTILISATION, PROMPT_TOKENS)):
                 continue
             match = _SAMPLE.match(line)
@@ -178,6 +193,8 @@ def read_scrapes(folder: Path, role: str, bin_s: float = 3600.0) -> list[Period]
             name, labels, text, stamp = match.groups()
             value = _number(path, number, name, text, 100 if name == GPU_UTILISATION else 1e18)
             at = int(stamp) / 1000 if stamp else when
+            if not 0 <= at <= LATEST_S:
+                raise _bad(path, f"{stamp} is no time", "milliseconds since 1970", number)
             if name == GPU_UTILISATION:
                 found = dict(_LABEL.findall(labels or ""))
                 gpus.add(found.get("UUID") or f"{found.get('Hostname', '')}/{found.get('gpu', '')}")
@@ -203,7 +220,7 @@ def read_run(run: Path, bin_s: float = 10.0) -> list[Period]:
     gpus: dict[str, set[str]] = {}
     for path in sorted((run / "gpu").glob("*.csv")):
         role = path.stem.split("-")[0]
-        for number, row in enumerate(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))), 2):
+        for number, row in enumerate(csv.DictReader(io.StringIO(_text(path, "gpu/*.csv of a run"))), 2):
             try:
                 when = datetime.fromisoformat(row["utc"]).timestamp()
                 used.setdefault(role, []).append((when, float(row["utilisation_pct"])))
@@ -214,7 +231,7 @@ def read_run(run: Path, bin_s: float = 10.0) -> list[Period]:
         raise _bad(run, "no GPU samples (gpu/*.csv)", "a run on GPUs; a CPU-only run has no utilisation")
     tokens: dict[int, float] = {}
     for records in sorted(run.glob("load/*/aiperf/profile_export.jsonl")):
-        for number, line in enumerate(records.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(_text(records, "profile_export.jsonl of AIPerf 0.13").splitlines(), 1):
             try:
                 row = json.loads(line)
                 if row.get("error"):
@@ -223,7 +240,7 @@ def read_run(run: Path, bin_s: float = 10.0) -> list[Period]:
                 first = row["metrics"].get("time_to_first_token", {}).get("value")
                 end = start + first / 1000 if first else row["metadata"]["request_end_ns"] / 1e9
                 count = row["metrics"]["input_sequence_length"]["value"]
-            except (json.JSONDecodeError, KeyError, TypeError) as e:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
                 raise _bad(records, f"not a request record: {e!r}", "profile_export.jsonl of AIPerf 0.13", number) from None
             for b in range(math.floor(start / bin_s), math.floor(end / bin_s) + 1):
                 share = (min(end, (b + 1) * bin_s) - max(start, b * bin_s)) / (end - start) if end > start else 1.0
@@ -250,6 +267,8 @@ def read(source: Path, *, load: Path | None = None, role: str | None = None, bin
     """
     if not source.exists():
         raise ArchiveError(f"{source} does not exist", rule="a CSV, a Prometheus range result, a folder of scrapes or an archived run")
+    if load is not None and (source.is_dir() or source.suffix != ".json"):
+        raise ArchiveError(f"--load {load}, but {source} has its load itself", rule="--load goes with a range query (.json) of utilisation")
     if source.is_dir():
         if (source / "spec.json").exists():
             return _only(read_run(source, bin_s or 10.0), role, source)

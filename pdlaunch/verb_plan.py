@@ -17,6 +17,7 @@ from pdlaunch.planner import command
 from pdlaunch.planner.layers import Model
 from pdlaunch.planner.roleplan import Plan
 from pdlaunch.planner.shape import MemoryFacts, RoleShape
+from pdlaunch.yamlfile import LARGEST
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = click.Path(path_type=Path)
@@ -32,7 +33,7 @@ class _Number(click.FloatRange):
         return number
 
 
-COUNT = click.IntRange(min=1)
+COUNT = click.IntRange(1, LARGEST)
 GIB = _Number(min=0)
 _MEMORY = ("weights_gib", "non_torch_gib", "activation_gib", "graph_estimate_gib", "graph_actual_gib", "context_gib")
 _SHAPE = (
@@ -96,6 +97,9 @@ _SHAPE = (
 @click.pass_context
 def plan(context: click.Context, /, **options: Any) -> None:
     """Heads per rank, KV price, block sizes, capacity per role, whether the pair can hand its cache over."""
+    for name in ("svg", "patch"):
+        if options[name] is not None and (options[name].exists() or options[name].is_symlink()):
+            raise PlanError(f"--{name} {options[name]} is there already", rule="a new file", hint="another name, or remove it")
     result, findings = _result(options)
     if options["svg"] is not None:
         if not isinstance(result, Plan):
@@ -148,6 +152,8 @@ def _of_recipe(options: dict[str, Any]) -> tuple[Model, dict[str, RoleShape], fr
     recipe = recipes.load(
         recipes.find(options["recipe"], ROOT / "recipes", "recipe"), tuple(s for s in settings if not s.startswith("cluster."))
     )
+    if recipe.backend == "mocker":
+        raise PlanError(f"{recipe.name} runs the mocker", where=recipe.source.where("backend"), rule="the mocker has no cache to price")
     of_cluster = tuple(s.removeprefix("cluster.") for s in settings if s.startswith("cluster."))
     cluster = clusters.load(recipes.find(options["cluster"], ROOT / "clusters", "cluster"), of_cluster)
     model = command.model_of(job.config_path(recipe, cluster, ROOT), assume_gqa=options["assume_gqa"])

@@ -274,6 +274,7 @@ CONFIG = str(verb_plan.ROOT / "models" / "configs" / "gemma-4-31b-it.json")
         ("--weights-gib", "-1"),
         ("--tokens", "-5"),
         ("--tokens", "0"),
+        ("--tokens", "9" * 30),
         ("--concurrency", "-1"),
         ("--search", "0"),
     ],
@@ -323,3 +324,19 @@ def test_the_headline_names_the_dtype_that_is_served(gemma: Plan) -> None:
 def test_every_column_of_a_search_has_a_name() -> None:
     found = command.find(model("gemma-4-31b-it"), {"decode": GEMMA}, 2)
     assert "refused because" in text_of(found)
+
+
+@pytest.mark.parametrize("option", ["--svg", "--patch"])
+def test_a_plan_replaces_no_file(tmp_path: Path, option: str) -> None:
+    kept = tmp_path / "recipe.yaml"
+    kept.write_text("mine", encoding="utf-8")
+    done = CliRunner().invoke(verb_plan.plan, ["--config", CONFIG, option, str(kept)])
+    assert isinstance(done.exception, PlanError)
+    assert "is there already" in str(done.exception)
+    assert kept.read_text(encoding="utf-8") == "mine"
+
+
+def test_the_mocker_has_no_cache_to_price() -> None:
+    done = CliRunner().invoke(verb_plan.plan, ["--recipe", "mocker-p1d1"])
+    assert isinstance(done.exception, PlanError)
+    assert "no cache to price" in str(done.exception)

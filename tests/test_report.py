@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -297,8 +298,8 @@ def test_text_of_the_commands(results):
         (lambda: Choice(("*",), last=2).paths(results), "without --recipe"),
         (lambda: Choice(recipe="gemma4-p4d8", last=0).paths(results), "at least 1"),
         (lambda: command.compare_runs(Choice(("*",)), results, noise_pct=-1), "0 to 100"),
-        (lambda: command.utilisation(a, bin_s=0), "positive"),
-        (lambda: command.utilisation(a, busy_tokens_per_s=0), "positive"),
+        *((lambda value=value: command.utilisation(a, bin_s=value), "1 to 31,622,400 s") for value in (0, 1e-9, 1e308, math.nan)),
+        *((lambda value=value: command.utilisation(a, busy_tokens_per_s=value), "positive") for value in (0, math.inf, math.nan)),
         (lambda: command.utilisation(a, bin_s=1), "share no period"),
     ):
         with pytest.raises(ArchiveError, match=said):

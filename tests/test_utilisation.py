@@ -177,6 +177,44 @@ def test_prometheus_range_queries(tmp_path):
         read(range_query(tmp_path / "v.json", ({}, [(0, 101)])), load=load)
 
 
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ([5], "without labels"),
+        ([{"metric": None, "values": []}], "without labels"),
+        ([{"metric": {}, "values": [[1]]}], "a series without"),
+        ([{"metric": {}, "values": {"a": 1}}], "a series without"),
+        ([{"metric": {}}], "a series without"),
+        ([{"metric": {}, "values": [[1e300, "5"]]}], "is no time"),
+        ([{"metric": {}, "values": [["nan", "5"]]}], "is no time"),
+    ],
+)
+def test_damaged_range_queries(tmp_path, result, said):
+    good = range_query(tmp_path / "l.json", ({}, [(0, 1000)]))
+    (tmp_path / "u.json").write_text(json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}}))
+    with pytest.raises(ArchiveError, match=said):
+        read(tmp_path / "u.json", load=good)
+
+
+def test_files_that_are_no_text_and_a_load_that_is_not_read(tmp_path):
+    for name in ("u.csv", "0.prom"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ArchiveError, match="not UTF-8 text"):
+        read(tmp_path / "u.csv")
+    with pytest.raises(ArchiveError, match="not UTF-8 text"):
+        read(tmp_path)
+    for text in ("[" * 100_000, "\0"):
+        (tmp_path / "u.json").write_text(text)
+        with pytest.raises(ArchiveError, match="not JSON"):
+            read(tmp_path / "u.json", load=TABLE)
+    (tmp_path / "1e300.prom").touch()
+    (tmp_path / "0.prom").unlink()
+    with pytest.raises(ArchiveError, match="the name is not a time"):
+        read(tmp_path)
+    with pytest.raises(ArchiveError, match="has its load itself"):
+        read(TABLE, load=tmp_path / "none.csv")
+
+
 def test_dcgm_scrapes(tmp_path):
     for when, tokens, used in ((0, 0, 10), (60, 600, 30), (120, 1800, 50)):
         (tmp_path / f"{when}.prom").write_text(

@@ -78,7 +78,7 @@ def load(path: Path, source: str) -> list[Point]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArchiveError("does not exist", where=Where(path), rule="a file in the format of --from") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise ArchiveError(f"not JSON ({e})", where=Where(path), rule=f"a file in the format {source}") from None
     found = []
     for i, row in enumerate(data if isinstance(data, list) else [data]):

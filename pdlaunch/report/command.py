@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from pdlaunch.report import text
 from pdlaunch.runread import Run
 from pdlaunch.runs import index, matrix, read_all, select
 from pdlaunch.utilisation_sources import read as read_utilisation
+
+LONGEST_BIN_S = 366 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ def report(
             raise ArchiveError(f"{len(paths)} runs and no --out", rule="--out FILE.html; only the page of one run has a place of its own")
         run = paths[0].resolve()
         out, force = run.parent / f"{run.name}.html", True
+    if out.is_symlink() and not out.exists():
+        raise ArchiveError(f"{out} is a link that leads nowhere", rule="--out FILE.html")
     if any(out.resolve().is_relative_to(p.resolve()) for p in paths):
         raise ArchiveError(
             f"{out} lies inside an archived run", rule="an archived run does not change: its manifest would not fit", hint="another --out"
@@ -159,9 +164,9 @@ def list_runs(results: Path, *, where: Sequence[str] = (), sort: str = "created"
 def utilisation(source: Path, *, load: Path | None = None, role: str | None = None, bin_s: float | None = None,
                 busy_tokens_per_s: float = load_fit.BUSY_TOKENS_PER_S, form: str = "table") -> Answer:  # fmt: skip
     """GPU utilisation per role against load, from a table, a range query, scrapes or a run."""
-    if bin_s is not None and bin_s <= 0:
-        raise ArchiveError(f"--bin {bin_s:g}", rule="a positive number of seconds")
-    if busy_tokens_per_s <= 0:
+    if bin_s is not None and not 1 <= bin_s <= LONGEST_BIN_S:
+        raise ArchiveError(f"--bin {bin_s:g}", rule=f"1 to {LONGEST_BIN_S:,.0f} seconds")
+    if not 0 < busy_tokens_per_s < math.inf:
         raise ArchiveError(f"--busy {busy_tokens_per_s:g}", rule="a positive number of prompt tokens per second")
     found = load_fit.analyse(read_utilisation(source, load=load, role=role, bin_s=bin_s), busy_tokens_per_s)
     return Answer(_json(found.to_json()) if form == "json" else load_fit.table(found))

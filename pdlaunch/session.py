@@ -162,6 +162,21 @@ class RecallQuestion:
     out: Path | None
 
 
+def _check_question(question: RecallQuestion) -> None:
+    limits = {"--prompts": (question.prompts, 1, 1000), "--prompt-tokens": (question.prompt_tokens, 64, 10_000_000),
+              "--max-tokens": (question.max_tokens, 1, 1_000_000), "--timeout-s": (question.timeout_s, 0.001, 86400)}  # fmt: skip
+    for name, (value, least, most) in limits.items():
+        if not least <= value <= most:
+            raise SubmitError(f"{name} {value}", rule=f"{least:g} to {most:,}")
+    if not question.model.strip():
+        raise SubmitError("--model is empty", rule="the name that GET /v1/models of the endpoint gives")
+    if any(ord(c) <= 32 for c in question.url):
+        raise SubmitError(f"--url {question.url!r} holds a space or a control character", rule="--url http://HOST:PORT")
+    answers = None if question.out is None else question.out / "before.jsonl"
+    if answers is not None and answers.exists():
+        raise SubmitError(f"{answers} is there already", rule="answers are written once", hint="another --out, or remove it")
+
+
 def ask_recall(question: RecallQuestion, say: Callable[[str], None]) -> dict[str, Any]:
     """The recall check alone, against any OpenAI-compatible endpoint; raw answers go to question.out or a new temporary folder.
 
@@ -179,8 +194,9 @@ def ask_recall(question: RecallQuestion, say: Callable[[str], None]) -> dict[str
             return f"{error[:300]} ({question.url})"
         return f"{question.url} is {error[:300]}" if error.startswith(NOT_OPENAI) else ""
 
+    _check_question(question)
+    new = question.out is None or not question.out.exists()
     out = question.out or Path(tempfile.mkdtemp(prefix="pdlaunch-recall-"))
-    say(f"answers: {out}")
     spec = RecallSpec(question.prompts, question.prompt_tokens, ("before",), question.max_tokens)
 
     stop = threading.Event()
@@ -191,6 +207,8 @@ def ask_recall(question: RecallQuestion, say: Callable[[str], None]) -> dict[str
             refused.append(why)
             stop.set()
             return
+        if found["prompt"] == 0:
+            say(f"answers: {out}")
         say(f"prompt {found['prompt']}: {'correct' if found['correct'] else 'WRONG: ' + str(found['why'])[:160]}")
 
     try:
@@ -198,8 +216,13 @@ def ask_recall(question: RecallQuestion, say: Callable[[str], None]) -> dict[str
             question.url, question.model, spec, "before", secrets.token_hex(6), out, question.timeout_s, stop, on_row=row
         )
     except ValueError as e:
+        if question.out is None:
+            out.rmdir()
         raise SubmitError(str(e), rule="--url http://HOST:PORT and a prompt length of at least 64 tokens") from None
     if refused:
+        result.path.unlink()
+        if new:
+            out.rmdir()
         raise SubmitError(refused[0], rule="--url and --model of an OpenAI-compatible endpoint that this machine may use")
     return {
         "correct": result.correct,

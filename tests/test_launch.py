@@ -256,7 +256,7 @@ def test_recall_of_what_is_no_endpoint_is_said_once(tmp_path: Path, answer: byte
     assert done.returncode == 2
     assert done.stderr.count(said) == 1, done.stderr
     assert "WRONG" not in done.stderr
-    assert f"answers: {tmp_path}" in done.stderr
+    assert list(tmp_path.iterdir()) == []
     assert len(heads) == 1
 
 
@@ -267,8 +267,25 @@ def test_recall_of_a_closed_port_and_a_deadline_that_is_none(tmp_path: Path) -> 
     assert done.returncode == 2
     assert done.stderr.count("unreachable: ") == done.stderr.count("refused") == 1
     assert "WRONG" not in done.stderr
-    for value in ("-1", "0"):
-        assert launch("recall", "--url", url, "--model", "m", "--timeout-s", value).returncode == 2
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "before.jsonl").write_text("kept", encoding="utf-8")
+    done = launch("recall", "--url", url, "--model", "m", "--out", str(tmp_path))
+    assert "is there already" in done.stderr
+    assert (tmp_path / "before.jsonl").read_text(encoding="utf-8") == "kept"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--timeout-s", "-1"), ("--timeout-s", "0"), ("--timeout-s", "nan"), ("--timeout-s", "inf"), ("--prompts", "0"),
+     ("--prompts", "9" * 20), ("--prompt-tokens", "1"), ("--prompt-tokens", "9" * 20), ("--max-tokens", "-5"), ("--model", ""), ("--url", "http://a b"),
+     ("--url", "http://127.0.0.1:1/\r\nX: y"), ("--url", "http://[::1")],
+    ids=repr,
+)  # fmt: skip
+def test_recall_of_what_cannot_be_asked_makes_no_folder(tmp_path: Path, words: tuple[str, str]) -> None:
+    done = launch("recall", "--url", "http://127.0.0.1:1", "--model", "m", *words, TMPDIR=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith(("error: ", "Usage: "))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_during_the_imports_is_no_trace(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from pdlaunch.node import http
+from pdlaunch.node import completion, http
 from pdlaunch.node.contracts import ANSWER_KEYS
 from pdlaunch.node.recall import RecallResult, run_recall
 from pdlaunch.node.spec import RecallSpec
 from tests.fakes import openai_server as fake
+from tests.fakes import raw_server
 
 SPEC = RecallSpec(prompts=4, prompt_tokens=300, when=("before", "during", "after"))
 
@@ -249,3 +250,24 @@ def test_addresses_of_a_host_share_the_deadline(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(http.Hang):
         http.get("http://many.example", timeout_s=3.0)
     assert sum(asked) == pytest.approx(3.0, abs=0.1)
+
+
+def answered(*deltas: str) -> completion.Completion:
+    """What one request brings when the server streams these deltas, given as JSON text."""
+    chunks = "".join(f'data: {{"choices": [{{"delta": {delta}}}]}}\n\n' for delta in deltas)
+    body = chunks + 'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+    with raw_server.raw_server(raw_server.answering(raw_server.respond(200, body, "text/event-stream"))) as url:
+        return completion.complete(url, {"model": "m"}, 10.0)
+
+
+def test_halves_of_a_character_become_one_and_a_lone_half_is_no_crash(tmp_path: Path) -> None:
+    found = answered(r'{"content": "a\ud83d"}', r'{"content": "\ude00b"}', r'{"reasoning_content": "x\ud800"}')
+    assert (found.error, found.content, found.reasoning) == ("", "a\U0001f600b", "x\ufffd")
+    (tmp_path / "row").write_text(found.content + found.reasoning, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "delta", ["[" * 100_000, '{"tool_calls": [{"index": 1000000000}]}', '{"tool_calls": [{"index": "x"}]}', '{"content": 5}']
+)
+def test_a_chunk_of_another_shape_is_an_error_of_the_answer(delta: str) -> None:
+    assert answered(delta).error

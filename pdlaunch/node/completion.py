@@ -50,6 +50,7 @@ def chat_body(model: str, text: str, max_tokens: int, **more: Any) -> dict[str, 
 
 NOT_OPENAI = "no OpenAI endpoint"
 """How the error of an answer begins that is 200 and neither JSON nor an event stream, as the page of a web server."""
+MOST_TOOL_CALLS = 1000
 NVEXT = {"extra_fields": ["worker_id", "timing"]}
 
 
@@ -78,8 +79,19 @@ def complete(
         done.error = done.error or str(e)
     except (AttributeError, TypeError, IndexError) as e:
         done.error = done.error or f"the answer has not the shape of a chat completion: {type(e).__name__}: {e}"
+    done.content, done.reasoning = whole(done.content), whole(done.reasoning)
+    done.tokens = [whole(token) for token in done.tokens]
+    done.tool_calls = [{key: whole(value) for key, value in call.items()} for call in done.tool_calls]
     done.total_s = time.monotonic() - began
     return done
+
+
+def whole(text: str) -> str:
+    """Halves of a character that came in two chunks (JSON may say them as \\ud83d and \\ude00) put together; one alone becomes U+FFFD.
+
+    No file could take such a half.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _read(exchange: Exchange, done: Completion, began: float) -> None:
@@ -110,7 +122,7 @@ def _read(exchange: Exchange, done: Completion, began: float) -> None:
 def _chunk(event: SseEvent, done: Completion, began: float) -> None:
     try:
         chunk = json.loads(event.data)
-    except ValueError:
+    except (ValueError, RecursionError):
         done.error = done.error or f"a chunk is not JSON: {event.data[:200]!r}"
         return
     if not isinstance(chunk, dict):
@@ -133,7 +145,7 @@ def _chunk(event: SseEvent, done: Completion, began: float) -> None:
         _tool_calls(delta, done)
         done.tokens += [str(entry.get("token")) for entry in (choice.get("logprobs") or {}).get("content") or []]
         if choice.get("finish_reason"):
-            done.finish_reason = choice["finish_reason"]
+            done.finish_reason = str(choice["finish_reason"])
             if done.finish_reason == "error":
                 done.error = done.error or "finish_reason error"
 
@@ -141,6 +153,8 @@ def _chunk(event: SseEvent, done: Completion, began: float) -> None:
 def _tool_calls(delta: dict[str, Any], done: Completion) -> None:
     for position, piece in enumerate(delta.get("tool_calls") or []):
         index = piece.get("index", position)
+        if not 0 <= index < MOST_TOOL_CALLS:
+            raise IndexError(f"tool call {index}")
         while len(done.tool_calls) <= index:
             done.tool_calls.append({"name": "", "arguments": ""})
         function = piece.get("function") or {}

@@ -277,7 +277,8 @@ def test_recall_of_a_closed_port_and_a_deadline_that_is_none(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "words",
     [("--timeout-s", "-1"), ("--timeout-s", "0"), ("--timeout-s", "nan"), ("--timeout-s", "inf"), ("--prompts", "0"),
-     ("--prompts", "9" * 20), ("--prompt-tokens", "1"), ("--prompt-tokens", "9" * 20), ("--max-tokens", "-5"), ("--model", ""), ("--url", "http://a b"),
+     ("--prompts", "9" * 20), ("--prompt-tokens", "1"), ("--prompt-tokens", "9" * 20), ("--max-tokens", "-5"), ("--model", ""),
+     ("--url", "http://a b"),
      ("--url", "http://127.0.0.1:1/\r\nX: y"), ("--url", "http://[::1")],
     ids=repr,
 )  # fmt: skip

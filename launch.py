@@ -231,7 +231,7 @@ def main() -> int:
         e.show()
         return EXIT_BAD_INPUT
     except OSError as e:  # a path or a disk that the system refuses: for a person to correct
-        click.echo(f"error: {str(e.filename or '')[-200:]}: {e.strerror or e}", err=True)
+        click.echo(f"error: {str(e.filename or 'output')[-200:]}: {e.strerror or e}", err=True)
         return EXIT_BAD_INPUT
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)

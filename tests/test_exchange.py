@@ -181,6 +181,41 @@ def test_bad_files_are_named(tmp_path, source, text, said):
     assert str(path) in str(e.value)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("isl",), "x", "isl: expected int"),
+        (("stats",), None, "stats: expected an object"),
+        (("stats", "ttft_ms", "mean"), "x", "stats.ttft_ms.mean: expected float"),
+        (("stats", "ttft_ms", "mean"), float("nan"), "stats.ttft_ms.mean: nan"),
+        (("rates", "output"), 10**400, "too large"),
+        (("roles", "decode"), {"tp": 1}, "TypeError"),
+        (("roles", "decode", "tp"), None, "roles.decode.tp: expected int"),
+        (("extra",), [], "extra: []"),
+        (("model",), "\ud800", "text that a file can hold"),
+        (("start",), "yesterday", "a time as in"),
+    ],
+)
+def test_a_point_of_wrong_types_is_refused_where_it_is_read(both, tmp_path, path, value, said):
+    body = points.to_json(both[0])
+    place = body
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (tmp_path / "p.json").write_text(json.dumps(body))
+    for to in ("aiperf", "inferencex", "llmd", "points"):
+        with pytest.raises(ArchiveError) as caught:
+            convert(tmp_path / "p.json", "points", to, tmp_path / "out.json")
+        assert said in str(caught.value)
+        assert str(tmp_path / "p.json") in str(caught.value)
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_aiperfs_own_file_has_no_gpus_to_divide_by(tmp_path):
+    with pytest.raises(ArchiveError, match="not known how many GPUs"):
+        convert(REAL / "c4" / "profile_export_aiperf.json", "aiperf", "inferencex", tmp_path / "row.json")
+
+
 def test_unknown_formats(tmp_path, results):
     run = write_run(results, SMALL)
     for call in (lambda: load(tmp_path / "x", "csv"), lambda: convert(tmp_path / "x", "llmd", "csv", tmp_path / "y"),

@@ -85,10 +85,10 @@ def load(path: Path, source: str) -> list[Point]:
         try:
             if not isinstance(row, dict):
                 raise TypeError(f"{type(row).__name__} where an object is expected")
-            found.append(READERS[source](row))
+            found.append(points.checked(READERS[source](row)))
         except ArchiveError as e:
             raise ArchiveError(e.what, where=Where(path, key=f"[{i}]"), rule=e.rule) from None
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as e:
             raise ArchiveError(f"{type(e).__name__}: {e}", where=Where(path, key=f"[{i}]"), rule=f"a file in the format {source}") from None
     return found
 

@@ -33,8 +33,12 @@ def write(point: Point) -> dict[str, Any]:
         )
     if point.denominator != "GPU":
         raise ArchiveError(f"{point.run} {point.phase}: a run without GPUs", rule="InferenceX rows divide by GPUs")
-    if "total" not in point.rates:
+    if not {"input", "output", "total"} <= set(point.rates):
         raise ArchiveError(f"{point.run} {point.phase}: no rates, the phase has no length", rule="InferenceX rows hold tokens/s per GPU")
+    needed = ("prefill", "decode") if "prefill" in point.roles else ("agg",)
+    if missing := [role for role in needed if role not in point.roles or point.roles[role].gpus < 1]:
+        said = f"{point.run} {point.phase}: it is not known how many GPUs served ({', '.join(missing)})"
+        raise ArchiveError(said, rule="InferenceX rows divide by GPUs; AIPerf's own file does not name them")
     row: dict[str, Any] = {
         "hw": point.hardware,
         "conc": point.concurrency,

@@ -9,14 +9,20 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from pdlaunch.aiperf_files import PhaseFiles, read_phase
+from pdlaunch.errors import ArchiveError
 from pdlaunch.metrics_defs import Denominators, tpot_ms
+from pdlaunch.node.spec import SpecError
+from pdlaunch.node.spec import from_json as bind
 from pdlaunch.runread import Run
 from pdlaunch.settings import speculation
 from pdlaunch.stats import mean, percentile
 
+LARGEST = 1e18
+"""Nothing that is measured is larger: nanoseconds of thirty years."""
 STATS = ("mean", "sd", "min", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "max")
 
 
@@ -180,3 +186,36 @@ def to_json(point: Point) -> dict[str, Any]:
 def from_json(data: dict[str, Any]) -> Point:
     """The inverse of to_json."""
     return Point(**{**data, "roles": {k: Role(**v) for k, v in data["roles"].items()}})
+
+
+def checked(point: Point) -> Point:
+    """The point of a foreign file; ArchiveError unless every field has its type and every number is one that can be computed with."""
+    fields = dataclasses.asdict(point)
+    extra = fields.pop("extra")
+    try:
+        found = bind(Point, fields)
+    except (SpecError, OverflowError) as e:
+        raise ArchiveError(str(e), rule="a measured phase") from None
+    if not isinstance(extra, dict):
+        raise ArchiveError(f"extra: {extra!r}"[:80], rule="an object")
+    _plain(fields | {"extra": extra}, "")
+    for name in ("start", "end"):
+        try:
+            moment = getattr(found, name)
+            datetime.fromisoformat(moment or "2026-01-01").astimezone(UTC)
+        except (ValueError, OverflowError):
+            raise ArchiveError(f"{name}: {moment!r}"[:80], rule="a time as in 2026-11-30T02:28:02Z") from None
+    return dataclasses.replace(found, extra=extra)
+
+
+def _plain(value: Any, path: str) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _plain(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _plain(inner, path)
+    elif isinstance(value, int | float) and not abs(value) <= LARGEST:
+        raise ArchiveError(f"{path}: {value!r}"[:80], rule=f"a number between -{LARGEST:g} and {LARGEST:g}")
+    elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise ArchiveError(f"{path}: {value!r}"[:80], rule="text that a file can hold")

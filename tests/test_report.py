@@ -16,6 +16,7 @@ from pdlaunch.geometry import LayerKind, hand_off
 from pdlaunch.node.contracts import Check, Verdict
 from pdlaunch.node.spec import LoadPhase
 from pdlaunch.report import command
+from pdlaunch.report import page as pages_of
 from pdlaunch.report.command import Choice
 from pdlaunch.report.detail import duration, figure
 from pdlaunch.report.drawings import handoff_svg, handoff_text, milestones, placement, timeline
@@ -358,3 +359,16 @@ def test_a_reader_can_ask_where_a_number_comes_from(pages, tmp_path):
         browser.evaluate(OPEN_ALL)
         assert browser.evaluate(BLANK) == []
         assert browser.console == []
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    written = pages_of.write("<!doctype html>half of \ud83d", tmp_path / "a.html")
+    assert written.read_text(encoding="utf-8") == "<!doctype html>half of ?"
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        pages_of.write("<!doctype html>", tmp_path / "b.html")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.html"]

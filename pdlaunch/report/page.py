@@ -178,6 +178,9 @@ def write(page: str, out: Path, *, overwrite: bool = False) -> Path:
             raise ArchiveError(f"{out} is no page of this project", rule="--force only replaces a page")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(out)
+    try:  # replace: half a character in an answer, or in the name of a folder
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import re
@@ -167,6 +168,25 @@ def manifest(job: Job, folder: Path) -> dict[str, Any]:
         "model": model_files(job),
         "files": files,
     }
+
+
+def require_whole(folder: Path) -> None:
+    """BundleError unless every file is as it was rendered: manifest.json is archived with the run, and must not say what did not run."""
+    try:
+        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+        wrong = [
+            f"{name} is {'changed' if (folder / name).is_file() else 'missing'}"
+            for name, sha256 in files.items()
+            if not (folder / name).is_file() or sha256_of(folder / name) != sha256
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        wrong = [f"manifest.json cannot be read: {e!r}"]
+    if wrong:
+        raise BundleError(
+            f"{folder} is not as it was rendered: {'; '.join(wrong[:5])}{' ...' if len(wrong) > 5 else ''}",
+            rule="a bundle is submitted as it was rendered, and its manifest is archived with the run",
+            hint="change the recipe or the cluster file and render it again",
+        )
 
 
 def _patch_hashes(job: Job) -> dict[str, str]:

@@ -140,7 +140,9 @@ def submit_folder(folder: Path, *, say: Callable[[str], None], live: bool) -> in
             rule="a folder that launch.py render wrote",
             hint="run.repeat_command in its spec.json starts it again",
         )
-    if slurm.spec_of(folder).run.launcher == "local":
+    launcher = slurm.spec_of(folder).run.launcher
+    bundle.require_whole(folder)
+    if launcher == "local":
         return run_here(folder, clusters.load_archived(folder / "cluster.yaml").node_python, live=live)
     receipt = slurm.submit(folder)
     say(f"submitted job {receipt.job_id} ({receipt.how})")

@@ -100,6 +100,23 @@ def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypa
     assert list((tmp_path / "deep").iterdir()) == []
 
 
+def test_a_bundle_that_was_changed_is_named(tmp_path: Path) -> None:
+    out = bundle.render(make(), tmp_path / "b")
+    bundle.require_whole(out)
+    (out / "receipt.json").touch()
+    bundle.require_whole(out)
+    (out / "node" / "worker.py").unlink()
+    (out / "job.sbatch").write_text("#!/bin/sh\n", encoding="utf-8")
+    with pytest.raises(BundleError) as caught:
+        bundle.require_whole(out)
+    assert "job.sbatch is changed" in caught.value.what
+    assert "node/worker.py is missing" in caught.value.what
+    for text in ("{", "[]", "{}", '{"files": 5}', '{"files": {"x": 5}}'):
+        (out / "manifest.json").write_text(text, encoding="utf-8")
+        with pytest.raises(BundleError, match="is not as it was rendered"):
+            bundle.require_whole(out)
+
+
 def test_parent_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(BundleError, match="cannot be written"):

@@ -6,11 +6,13 @@ import re
 
 import pytest
 
+from pdlaunch.planner.capacity import plan_layout
 from pdlaunch.planner.compat import PER_GROUP_PATCH, PER_REGION_PATCH, check_roles
 from pdlaunch.planner.config import load_config
 from pdlaunch.planner.families import read_model
 from pdlaunch.planner.rules import Finding
 from pdlaunch.planner.shape import RoleShape
+from pdlaunch.planner.transfer import transfer
 from tests.envs import ROOT
 from tests.planner.models import model
 
@@ -52,11 +54,26 @@ def test_on_a_cpu_the_manager_on_is_recommended() -> None:
     assert "per-group-unproven" not in rows
 
 
-@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
-def test_gpu_backends_warn_until_they_are_proven(backend: str) -> None:
-    rows = found(4, 8, GEMMA.with_changes(backend=backend))
-    assert rows["per-group-unproven"].severity == "warning"
-    assert f"recommended: until the other is proven with {backend}" in rows["manager-off"].message
+def test_of_the_gpu_backends_only_the_head_sizes_that_were_run_are_recommended() -> None:
+    """gemma-4's global heads of 512 need FlashAttention 4, which has not been run."""
+    triton = found(4, 8, GEMMA.with_changes(backend="TRITON_ATTN"))
+    assert "per-group-unproven" not in triton
+    assert "recommended" in triton["manager-on"].message
+    flash = found(4, 8, GEMMA.with_changes(backend="FLASH_ATTN"))
+    assert flash["per-group-unproven"].severity == "warning"
+    assert "256 at most, this model has 512" in flash["per-group-unproven"].message
+    assert "recommended: the other is not proven with FLASH_ATTN" in flash["manager-off"].message
+    small = read_model(load_config(ROOT / "models" / "gemma4-recall-16x4" / "config.json"))
+    shape = RoleShape(max_model_len=4096, block_size=64, backend="FLASH_ATTN", dtype="bfloat16", hybrid_manager=True)
+    codes = {f.code for f in check_roles(small, shape.with_changes(tensor_parallel=4), shape.with_changes(tensor_parallel=8), BOTH)}
+    assert "per-group-unproven" not in codes
+
+
+def test_caches_of_eight_bits_are_errors_as_the_patch_refuses_them() -> None:
+    rows = found(4, 8, GEMMA.with_changes(backend="TRITON_ATTN", kv_cache_dtype="fp8"))
+    assert rows["page-layout"].severity == "error"
+    assert "fp8" in rows["page-layout"].message
+    assert "recommended" in rows["manager-off"].message
 
 
 def test_unknown_page_layouts_are_errors() -> None:
@@ -79,3 +96,20 @@ def test_pairs_that_scale_alike_and_decode_below_prefill() -> None:
     assert "manager-on" not in found(2, 4, patches=frozenset())
     rows = found(8, 4)
     assert "recommended: the other needs decode TP above prefill TP" in rows["manager-off"].message
+
+
+@pytest.mark.parametrize(("tokens", "reads"), [(12_500, 5_880), (32_000, 15_000)])
+def test_reads_of_one_rank_are_the_descriptors_that_two_h200_posted(tokens: int, reads: int) -> None:
+    """results/reference/gpu-matrix-2xh200-20261130/realsize-rounds.json: the most that a transfer of A2->C2 had."""
+    config = load_config(ROOT / "benchmarks" / "gpu" / "shapes" / "gemma4-26b-a4b-half" / "config.json")
+    shape = RoleShape(tensor_parallel=2, max_model_len=40_000, block_size=64, backend="TRITON_ATTN", hybrid_manager=False)
+    assert transfer(plan_layout(read_model(config), shape), tokens).reads_per_rank == reads
+
+
+def test_many_small_reads_are_said_and_larger_blocks_end_it() -> None:
+    off = GEMMA.with_changes(hybrid_manager=False, backend="TRITON_ATTN")
+    said = found(4, 8, off)["many-reads"]
+    assert said.severity == "info"
+    assert "30,720 reads of 128 KiB per decode rank" in said.message
+    assert "many-reads" not in found(4, 8, off.with_changes(block_size=256))
+    assert "many-reads" not in found(4, 8, off.with_changes(max_model_len=4096))

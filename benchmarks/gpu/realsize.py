@@ -312,10 +312,14 @@ def copy_limit(args: argparse.Namespace, pairs: list[dict[str, Any]]) -> list[di
             "3",
             *more,
         ]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-        rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode:
-            rows.append({"kind": "failed", "error": done.stderr[-800:]})
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+            output, error = done.stdout, done.stderr[-800:] if done.returncode else ""
+        except subprocess.TimeoutExpired as e:
+            output, error = (e.stdout or b"").decode(errors="replace"), f"not ended after {e.timeout:g} s"
+        rows += [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        if error:
+            rows.append({"kind": "failed", "error": error})
     return rows
 
 

@@ -23,8 +23,11 @@ from .transfer import transfer
 
 PER_REGION_PATCH = "vllm-0.31.0-nixl-per-region-kv-heads"
 PER_GROUP_PATCH = "vllm-0.31.0-nixl-per-group-pages"
-PER_GROUP_BACKENDS = {"CPU_ATTN": True, "FLASH_ATTN": False, "TRITON_ATTN": False}
-"""Backends whose page layout the per-group patch knows -> whether a run has proven it (patches/README.md)."""
+PER_GROUP_BACKENDS = {"CPU_ATTN": None, "FLASH_ATTN": 256, "TRITON_ATTN": None}
+"""Backends whose pages the per-group patch knows -> largest head size that a run has proven, None: any (docs/hybrid-manager.md, Evidence).
+
+FLASH_ATTN ran as FlashAttention 3, which has heads of at most 256; for gemma-4's larger ones vLLM takes version 4 (models/config.py)."""
+PER_GROUP_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _MIB = 1 << 20
 
 
@@ -169,9 +172,25 @@ def _page_layout(pair: Pair) -> Iterator[Finding]:
     elif pair.d.cpu and model_dtype(pair.model, pair.d) != "float32":
         message = f"{PER_GROUP_PATCH} knows the pages of CPU_ATTN in float32 only"
         yield Finding("error", "page-layout", message, "dtype: float32 on both roles")
-    elif not PER_GROUP_BACKENDS[backend]:
-        message = f"{PER_GROUP_PATCH} has not been proven on GPUs yet ({backend}: byte-exact in tests on CPU tensors only)"
-        yield Finding("warning", "per-group-unproven", message, "trust a run only with recall before, during and after load")
+    elif pair.d.kv_cache_dtype not in PER_GROUP_KV_DTYPES:
+        message = f"{PER_GROUP_PATCH} refuses a cache of {pair.d.kv_cache_dtype}: it knows pages of 16 and 32 bit numbers"
+        yield Finding("error", "page-layout", message, "kv_cache_dtype: auto, or hybrid_kv_cache_manager: false")
+    elif not _proven(pair):
+        message = (
+            f"{PER_GROUP_PATCH} with {backend}: run with heads of {PER_GROUP_BACKENDS[backend]} at most, this model has {_head_size(pair)}"
+        )
+        fix = "attention_backend: TRITON_ATTN, or trust a run only with recall before, during and after load"
+        yield Finding("warning", "per-group-unproven", message, fix)
+
+
+def _head_size(pair: Pair) -> int:
+    return max(attention.head_size for attention in pair.model.attention_kinds())
+
+
+def _proven(pair: Pair) -> bool:
+    """Whether the per-group patch has been seen to give the right tokens with this backend and head size."""
+    limit = PER_GROUP_BACKENDS.get(pair.d.backend, 0)
+    return limit is None or _head_size(pair) <= limit
 
 
 def _manager_choice(pair: Pair) -> Iterator[Finding]:
@@ -195,14 +214,14 @@ def _manager_choice(pair: Pair) -> Iterator[Finding]:
         patches = ", ".join(sorted(needed_patches_of(*sides)))
         rows.append(f"a request of {tokens:,} tokens holds {held:,.0f} MiB per rank, {fit}it moves {moved:,.0f} MiB to each; {patches}")
     reads_up = pair.p.tensor_parallel < pair.d.tensor_parallel
-    proven = PER_GROUP_BACKENDS.get(pair.d.backend)
+    proven = _proven(pair) and pair.d.kv_cache_dtype in PER_GROUP_KV_DTYPES
     best, why = False, "smaller or equal price"
     if prices[0] < prices[1]:
-        best, why = bool(reads_up and proven), f"{prices[1] / prices[0]:.1f} times the requests"
+        best, why = reads_up and proven, f"{prices[1] / prices[0]:.1f} times the requests"
         if not reads_up:
             why = "the other needs decode TP above prefill TP"
         elif not proven:
-            why = f"until the other is proven with {pair.d.backend}"
+            why = f"the other is not proven with {pair.d.backend}, this head size and KV dtype"
     for on, row in zip((True, False), rows, strict=True):
         mark = f"; recommended: {why}" if on == best else ""
         yield Finding("info", f"manager-{'on' if on else 'off'}", f"hybrid_kv_cache_manager: {str(on).lower()}: {row}{mark}")
@@ -295,6 +314,20 @@ def _sizes(pair: Pair) -> Iterator[Finding]:
             yield Finding("info", "seqs-above-capacity", message, f"max_num_seqs of at most {fits}, or shorter requests")
 
 
+_MANY_READS = 5_000
+
+
+def _reads(pair: Pair) -> Iterator[Finding]:
+    """On GPUs the number of reads sets the time of a hand-over: two H200 over NVLink, docs/benchmarks.md, "Transfer at real shapes"."""
+    tokens, block = pair.d.max_model_len, pair.d.block_size or pair.decode.scheduler_block
+    moved = transfer(pair.decode, tokens)
+    if pair.d.cpu or pair.has_state or block >= 256 or moved.reads_per_rank < _MANY_READS:
+        return
+    reads = f"{moved.reads_per_rank:,} reads of {moved.bytes_per_rank / moved.reads_per_rank / 1024:,.0f} KiB per decode rank"
+    message = f"{tokens:,} tokens are {reads}, and posting one takes 4 to 5 us whatever its size"
+    yield Finding("info", "many-reads", message, "block_size: 256 on both roles moved the same bytes in a third of the time on two H200")
+
+
 CHECKS: tuple[Callable[[Pair], Iterator[Finding]], ...] = (
     _same,
     _tensor_parallel,
@@ -303,6 +336,7 @@ CHECKS: tuple[Callable[[Pair], Iterator[Finding]], ...] = (
     _manager_choice,
     _block_sizes,
     _sizes,
+    _reads,
 )
 
 

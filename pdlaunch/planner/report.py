@@ -154,7 +154,8 @@ def _plan(plan: Plan, console: Console) -> None:
         _say(
             console,
             f"hand-over of {plan.transfer.tokens:,} tokens: {by_group} blocks, {_mib(plan.transfer.bytes_per_rank)} MiB per decode rank, "
-            f"{_mib(total)} MiB ({total:,} bytes) in all",
+            f"{_mib(total)} MiB ({total:,} bytes) in all; {plan.transfer.reads_per_rank:,} reads per rank, "
+            f"{plan.transfer.bytes_per_rank / plan.transfer.reads_per_rank / 1024:,.0f} KiB each on average",
         )
     for finding in plan.findings:
         price = "" if finding.price_requests is None else f" [costs {finding.price_requests} requests per cache]"

@@ -15,12 +15,17 @@ from .specs import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One request of `tokens` prompt tokens. bytes_per_rank: pulled by one decode rank; ranks: decode ranks of one engine copy."""
+    """One request of `tokens` prompt tokens. bytes_per_rank: pulled by one decode rank; ranks: decode ranks of one engine copy.
+
+    reads_per_rank: descriptors that one rank posts, one for each block and layer, before NIXL joins neighbours; from a prefill of at
+    most the decode TP. Posting one takes 4 to 5 us whatever its size (two H200, docs/benchmarks.md), so their number sets the time.
+    """
 
     tokens: int
     blocks_by_group: tuple[int, ...]
     bytes_per_rank: int
     ranks: int
+    reads_per_rank: int
 
     @property
     def total_bytes(self) -> int:
@@ -48,4 +53,5 @@ def transfer(decode: Layout, tokens: int) -> Transfer:
     """Bytes that one prompt moves into the decode engine. Padding inside a page travels with it."""
     by_group = tuple(pulled_blocks(group.first, tokens) for group in decode.groups)
     total = sum(count * group.page_bytes for count, group in zip(by_group, decode.groups, strict=True))
-    return Transfer(tokens, by_group, total, decode.shape.tensor_parallel)
+    reads = sum(count * len(group.layers) for count, group in zip(by_group, decode.groups, strict=True))
+    return Transfer(tokens, by_group, total, decode.shape.tensor_parallel, reads)

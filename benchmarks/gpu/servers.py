@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pdlaunch.node.http import Exchange, HttpError
 from pdlaunch.node.process import Child, stop_together, tail
+from pdlaunch.node.worker import ShmWatch
 
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
 # NVLink multicast needs rights over the host's switch that a guest may lack; the rest keeps the engines offline and on loopback.
@@ -126,6 +127,7 @@ class Fleet:
     def __init__(self, envs: Path, out: Path, device: str, first_port: int = 21000) -> None:
         self.envs, self.out, self.device, self.next = envs, out, device, first_port
         self.running: dict[str, Running] = {}
+        self.shm = ShmWatch()
 
     def start(self, server: Server) -> None:
         """The process, without waiting. 20 ports of its own keep servers that start together out of each other's way."""
@@ -143,6 +145,7 @@ class Fleet:
         end = time.monotonic() + deadline_s
         waiting, bad = set(names), {}
         while waiting:
+            self.shm.look(os.getpid())
             for name in sorted(waiting):
                 one = self.running[name]
                 if (ended := one.child.poll()) is not None:
@@ -159,7 +162,9 @@ class Fleet:
 
     def stop(self, names: list[str] | None = None, grace_s: float = 8.0) -> None:
         chosen = [self.running.pop(name) for name in (names or list(self.running)) if name in self.running]
+        self.shm.look(os.getpid(), again=True)
         stop_together([one.child for one in chosen], grace_s)
+        self.shm.remove_left()
 
     def __enter__(self) -> Fleet:
         return self

@@ -72,7 +72,7 @@ LAYERS = {
     ("gemma4-26b-a4b", "stock"): 12,
     ("gemma4-31b", "stock"): 18,
     ("gemma4-26b-a4b-half", "stock"): 6,
-    ("gemma4-31b-half", "stock"): 12,
+    ("gemma4-31b-half", "stock"): 6,
 }
 # A quarter of the published experts, so that the engines of every setting fit beside each other; the cache does not know of experts.
 EXPERTS = {"gemma4-26b-a4b": 32, "gemma4-26b-a4b-half": 32}

@@ -33,6 +33,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
     get_request_block_hasher,
@@ -68,6 +69,7 @@ class Side:
     layout: str = "LBHNC"
     worker_class: type = single.NixlPullConnectorWorker
     host_buffer: bool = False
+    hybrid: bool = True
 
 
 CPU = Side("CPU_ATTN", "float32")
@@ -87,7 +89,7 @@ def _config(geometry: single.Geometry, side: Side, engine_id: str, tp: int) -> V
             max_num_batched_tokens=side.batch_tokens,
             max_model_len=MAX_TOKENS,
             is_encoder_decoder=False,
-            disable_hybrid_kv_cache_manager=False,
+            disable_hybrid_kv_cache_manager=not side.hybrid,
             async_scheduling=False,
         ),
         parallel_config=ParallelConfig(),
@@ -173,9 +175,10 @@ class HybridEngine(single.Engine):
         for rank in range(tp):
             self._start_rank(rank)
         self._stop, self.port = threading.Event(), 0
-        block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_config, self.config)
+        scheduled = generate_scheduler_kv_cache_config([self.kv_config])
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(scheduled, self.config)
         self.scheduler = Scheduler(
-            self.config, self.kv_config, StructuredOutputManager(self.config), block_size=block_size, hash_block_size=hash_block_size
+            self.config, scheduled, StructuredOutputManager(self.config), block_size=block_size, hash_block_size=hash_block_size
         )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hash_block_size, sha256) if side.prefix_caching else None
@@ -188,14 +191,17 @@ class HybridEngine(single.Engine):
 
     def _start_rank(self, rank: int) -> None:
         backend = BACKENDS[self.side.backend]
-        with mock.patch.multiple(
-            bw,
-            NixlWrapper=lambda name, config: self.network.agent(f"{self.engine_id}/{rank}"),
-            nixl_agent_config=None,
-            get_current_attn_backends=lambda *_: [backend],
-            get_tensor_model_parallel_rank=lambda: rank,
-            get_tensor_model_parallel_world_size=lambda: self.tp,
-        ), mock.patch.object(bw.current_platform, "discover_numa_topology", return_value=[]):
+        with (
+            mock.patch.multiple(
+                bw,
+                NixlWrapper=lambda name, config: self.network.agent(f"{self.engine_id}/{rank}"),
+                nixl_agent_config=None,
+                get_current_attn_backends=lambda *_: [backend],
+                get_tensor_model_parallel_rank=lambda: rank,
+                get_tensor_model_parallel_world_size=lambda: self.tp,
+            ),
+            mock.patch.object(bw.current_platform, "discover_numa_topology", return_value=[]),
+        ):
             worker = self.side.worker_class(self.config, self.engine_id, self.kv_config)
         kernel_sizes = [group.kv_cache_spec.block_size for group in self.kv_config.kv_cache_groups]
         caches = allocate_kv_cache(self.kv_config, torch.device("cpu"), KVCacheLayout[self.side.layout], kernel_sizes)

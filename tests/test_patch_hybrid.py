@@ -12,7 +12,7 @@ from tests.test_patch_matrix import FILES as PER_REGION_FILES
 from tests.test_patch_matrix import LIMIT_S, run_pytest
 
 pytestmark = pytest.mark.engine
-FILES = {"test_hybrid_bytes": 34, "test_hybrid_refusals": 35, "test_hybrid_mutations": 7}
+FILES = {"test_hybrid_bytes": 34, "test_hybrid_refusals": 46, "test_hybrid_mutations": 7}
 
 
 @pytest.mark.timeout(LIMIT_S + 60)

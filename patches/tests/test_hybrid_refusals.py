@@ -67,14 +67,25 @@ def test_blocks_that_hold_no_whole_number_of_local_ones() -> None:
     refused(NotImplementedError, words, change=page(block_tokens=96))
 
 
-@pytest.mark.parametrize(("heads", "p", "d"), [((4, 1), 1, 4), ((4, 1), 2, 4), ((4, 1), 1, 8), ((8, 2), 1, 8), ((8, 2), 2, 8)])
+LARGER_AT_DECODE = [
+    *(((16, 4), p, d) for p, d in ((1, 16), (2, 16), (4, 16), (8, 16), (4, 32), (8, 32))),
+    *(((8, 2), p, d) for p, d in ((1, 8), (2, 8), (4, 8), (4, 16))),
+    *(((4, 1), p, d) for p, d in ((1, 4), (2, 4), (1, 8), (2, 8))),
+]
+
+
+@pytest.mark.parametrize(("heads", "p", "d"), LARGER_AT_DECODE)
 def test_decode_tp_at_which_sliding_layers_get_the_larger_blocks(heads: tuple[int, int], p: int, d: int) -> None:
     """One sliding head per rank has half the bytes of a global one, so its pages hold 128 tokens at decode and 64 at prefill."""
-    with hybrid(Geometry(*heads), p, d, ROWS) as made:
-        error = handshake_error(made)  # type: ignore[arg-type]
-        assert isinstance(error, NotImplementedError)
-        assert "KV cache group 0: local blocks of 128 tokens do not divide remote blocks of 64" in str(error)
-        assert recorded_peers(made.decode.workers[0]) == {}
+    with hybrid(Geometry(*heads), p, d, Side(num_blocks=8)) as made:
+        for rank, worker in enumerate(made.decode.workers):
+            error = handshake_error(made, rank, rank * p // d)  # type: ignore[arg-type]
+            assert isinstance(error, NotImplementedError)
+            assert "KV cache group 0: local blocks of 128 tokens do not divide remote blocks of 64 (engine prefill)" in str(error)
+            assert "a smaller decode TP" in str(error)
+            assert OFF in str(error)
+            assert recorded_peers(worker) == {}
+            assert worker._group_src_handles == {}
 
 
 @pytest.mark.parametrize("field", ["dcp_size", "pcp_size"])
@@ -138,12 +149,13 @@ def test_hybrid_manager_off_at_the_peer_is_a_hash_mismatch() -> None:
         assert all(recorded_peers(worker) == {} for worker in made.decode.workers)
 
 
-def test_a_refusal_through_the_whole_path_fails_the_request_and_nothing_else() -> None:
-    with hybrid(SMALL, 2, 1, Side()) as made:
+@pytest.mark.parametrize(("heads", "p", "d"), [((4, 1), 2, 1), ((4, 1), 1, 4), ((16, 4), 8, 16)])
+def test_a_refusal_through_the_whole_path_fails_the_request_and_nothing_else(heads: tuple[int, int], p: int, d: int) -> None:
+    with hybrid(Geometry(*heads), p, d, Side(num_blocks=60)) as made:
         done = made.serve(385)
         assert done.reason == "error"
         assert made.moved_bytes() == 0
-        assert recorded_peers(made.decode.workers[0]) == {}
+        assert [recorded_peers(worker) for worker in made.decode.workers] == [{}] * d
 
 
 def test_one_plan_line_per_decode_rank_and_one_active_line_per_rank() -> None:

@@ -84,3 +84,17 @@ def test_a_rule_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         assert [pair for pair, (refusal, errors) in asked().items() if refusal and not errors]
     finally:
         asked.cache_clear()
+
+
+@pytest.mark.xfail(strict=True, reason="check has no rule for padded pages yet")
+@pytest.mark.parametrize(("p", "d"), [(1, 2), (2, 1), (4, 8)])
+def test_padded_pages_between_tp_sizes(p: int, d: int) -> None:
+    """24 x 32 and 8 x 64: no whole number of global pages fills a sliding one, so vLLM pads them. Stock then cuts heads out of the padded
+    length: the handshake passes, every request ends as usual, and the global layers get wrong bytes. Equal TP is right."""
+    config = json.loads(json.dumps(handshakes()[0]["config"]))
+    config |= {"num_attention_heads": 48, "num_key_value_heads": 24}
+    for layer in config["per_layer_config"].values():
+        layer["num_key_value_heads"] = 8
+    shape = RoleShape(max_model_len=1280, backend="FLASH_ATTN", dtype="bfloat16", hybrid_manager=True, block_size=64)
+    found = check_roles(read_model(config), shape.with_changes(tensor_parallel=p), shape.with_changes(tensor_parallel=d), frozenset())
+    assert [f.code for f in found if f.severity == "error"] != []

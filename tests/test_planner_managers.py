@@ -61,7 +61,7 @@ def test_of_the_gpu_backends_only_the_head_sizes_that_were_run_are_recommended()
     assert "recommended" in triton["manager-on"].message
     flash = found(4, 8, GEMMA.with_changes(backend="FLASH_ATTN"))
     assert flash["per-group-unproven"].severity == "warning"
-    assert "256 at most, this model has 512" in flash["per-group-unproven"].message
+    assert "256 at most, this model has 512 and needs version 4" in flash["per-group-unproven"].message
     assert "recommended: the other is not proven with FLASH_ATTN" in flash["manager-off"].message
     small = read_model(load_config(ROOT / "models" / "gemma4-recall-16x4" / "config.json"))
     shape = RoleShape(max_model_len=4096, block_size=64, backend="FLASH_ATTN", dtype="bfloat16", hybrid_manager=True)
@@ -113,3 +113,5 @@ def test_many_small_reads_are_said_and_larger_blocks_end_it() -> None:
     assert "30,720 reads of 128 KiB per decode rank" in said.message
     assert "many-reads" not in found(4, 8, off.with_changes(block_size=256))
     assert "many-reads" not in found(4, 8, off.with_changes(max_model_len=4096))
+    assert "many-reads" not in found(4, 8, off.with_changes(hybrid_manager=True))
+    assert "many-reads" not in found(8, 8, off)

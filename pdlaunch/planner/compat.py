@@ -26,9 +26,9 @@ PER_GROUP_PATCH = "vllm-0.31.0-nixl-per-group-pages"
 PER_GROUP_BACKENDS = {"CPU_ATTN": None, "FLASH_ATTN": 256, "TRITON_ATTN": None}
 """Backends whose pages the per-group patch knows -> largest head size of the kernels that have run with it, None: any.
 
-Runs were token-exact with heads of 64 and 128, and moved the right bytes with 256 and 512 (docs/hybrid-manager.md, Evidence); the page's byte
-order does not depend on the head size. FLASH_ATTN ran as FlashAttention 3, which ends at 256; where heads differ in size vLLM takes version 4
-for all layers if it can (models/config.py Gemma4Config), whose pages nobody has read here."""
+Runs were token-exact with heads of 64 and 128, and moved the right bytes with 256 and 512 (docs/hybrid-manager.md, Evidence); the byte
+order of a page does not depend on the head size. FLASH_ATTN ran as FlashAttention 3, which ends at 256; where heads differ in size vLLM
+takes version 4 for all layers if it can (models/config.py Gemma4Config), whose pages nobody has read here."""
 PER_GROUP_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _MIB = 1 << 20
 
@@ -178,9 +178,8 @@ def _page_layout(pair: Pair) -> Iterator[Finding]:
         message = f"{PER_GROUP_PATCH} refuses a cache of {pair.d.kv_cache_dtype}: it knows pages of 16 and 32 bit numbers"
         yield Finding("error", "page-layout", message, "kv_cache_dtype: auto, or hybrid_kv_cache_manager: false")
     elif not _proven(pair):
-        message = (
-            f"{PER_GROUP_PATCH} with {backend}: run with heads of {PER_GROUP_BACKENDS[backend]} at most, this model has {_head_size(pair)}"
-        )
+        sizes = f"heads of {PER_GROUP_BACKENDS[backend]} at most, this model has {_head_size(pair)} and needs version 4"
+        message = f"{PER_GROUP_PATCH} with {backend}: only FlashAttention 3 has run, for {sizes}"
         fix = "attention_backend: TRITON_ATTN, or trust a run only with recall before, during and after load"
         yield Finding("warning", "per-group-unproven", message, fix)
 

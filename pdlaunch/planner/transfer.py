@@ -18,7 +18,8 @@ class Transfer:
     """One request of `tokens` prompt tokens. bytes_per_rank: pulled by one decode rank; ranks: decode ranks of one engine copy.
 
     reads_per_rank: descriptors that one rank posts, one for each block and layer, before NIXL joins neighbours; from a prefill of at
-    most the decode TP. Posting one took 2 to 8 us on two H200, for 128 KiB as for 512 (docs/benchmarks.md), so their number sets most of the time.
+    most the decode TP. Posting one took 2 to 8 us on two H200, for 128 KiB as for 512 (docs/benchmarks.md), so their number sets most of
+    the time.
     """
 
     tokens: int

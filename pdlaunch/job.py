@@ -25,7 +25,7 @@ from pdlaunch.node.spec import (
 from pdlaunch.patching import expected_hashes
 from pdlaunch.patchseries import load_series
 from pdlaunch.placement import Placement, place
-from pdlaunch.planner.compat import PER_GROUP_PATCH, PER_REGION_PATCH
+from pdlaunch.planner.pair import PER_GROUP_PATCH, PER_REGION_PATCH
 from pdlaunch.planner.rules import Finding
 from pdlaunch.recipe import Recipe
 from pdlaunch.yamlfile import nearest

@@ -10,10 +10,11 @@ from pdlaunch.errors import PlanError, RecipeError, Where
 from pdlaunch.node.prompts import MIN_PROMPT_TOKENS
 from pdlaunch.node.spec import PageSmoke, SmokePrompt, TransferGroup, TransferPrediction
 from pdlaunch.planner.capacity import plan_layout
-from pdlaunch.planner.compat import check_roles, unevenly_scaled
+from pdlaunch.planner.compat import check_roles
 from pdlaunch.planner.config import load_config
 from pdlaunch.planner.families import read_model
 from pdlaunch.planner.layers import Model
+from pdlaunch.planner.pair import unevenly_scaled
 from pdlaunch.planner.rules import Finding, role_findings
 from pdlaunch.planner.shape import BACKENDS, RoleShape
 from pdlaunch.recipe import Recipe, RoleName
@@ -122,7 +123,8 @@ def _where(recipe: Recipe, finding: Finding) -> Where:
         name = {"max-model-len": "max_model_len", "block-backend": "block_size"}.get(finding.code)
         if name is not None:
             return recipe.source.where(recipe.key_of_arg(role, name))
-        return recipe.source.where(("engines", role, "pipeline_parallel" if finding.code == "pp-layers" else "tensor_parallel"))
+        key = "pipeline_parallel" if finding.code in ("pp-layers", "pp-groups") else "tensor_parallel"
+        return recipe.source.where(("engines", role, key))
     if recipe.disaggregated and finding.code in PAIR_CODES:
         return recipe.source.where("engines.decode.tensor_parallel")
     return recipe.source.where("engines")

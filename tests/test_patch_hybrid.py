@@ -27,3 +27,11 @@ def test_the_patch_below_keeps_its_matrix(tmp_path: Path) -> None:
     """All that the per-region patch does must hold with this one on top, except that it refuses the pairs with the manager on."""
     names = [f"{name}.py" for name in PER_REGION_FILES if name != "test_refusals"]
     run_pytest(engine_python([PER_REGION, PER_GROUP]), names, tmp_path / "report.xml")
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("patches", [[], [PER_REGION, PER_GROUP]], ids=["stock", "both patches"])
+def test_padded_pages_between_tp_sizes(tmp_path: Path, patches: list[str]) -> None:
+    """The measurement behind check's rule padded-pages: the request ends as usual and the bytes are wrong."""
+    suite = run_pytest(engine_python(patches), ["test_padded_pages.py"], tmp_path / "report.xml")
+    assert len(list(suite.iter("testcase"))) == 6

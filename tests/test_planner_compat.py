@@ -7,8 +7,9 @@ import json
 import pytest
 
 from pdlaunch.planner.capacity import plan_layout
-from pdlaunch.planner.compat import PER_GROUP_PATCH, PER_REGION_PATCH, check_concurrency, check_pair, check_roles
+from pdlaunch.planner.compat import check_concurrency, check_pair, check_roles
 from pdlaunch.planner.families import read_model
+from pdlaunch.planner.pair import PER_GROUP_PATCH, PER_REGION_PATCH
 from pdlaunch.planner.rules import Finding
 from pdlaunch.planner.shape import RoleShape
 from pdlaunch.planner.transfer import transfer

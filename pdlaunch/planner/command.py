@@ -121,7 +121,7 @@ def find(
     found = {role: search(model, shape, gpus, length, by=by) for role, shape in roles.items()}
     pairs: list[PairCandidate] = []
     if "prefill" in found and "decode" in found:
-        pairs = search_pairs(model, found["prefill"], found["decode"], gpus, patches)
+        pairs = search_pairs(model, found["prefill"], found["decode"], gpus, patches, (roles["prefill"], roles["decode"]))
     return Search(model, gpus, length, found, pairs)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pdlaunch.errors import PlanError
 
@@ -14,7 +15,8 @@ from .shape import RoleShape
 class Lever:
     """change: engine arguments as a person writes them. held, printed: requests that one cache holds between decode steps, and
     vLLM's printed concurrency at that length, after the change; minus the same before it. price_percent: change of the held price.
-    refused: vLLM's reason when the change does not start.
+    refused: vLLM's reason when the change does not start, or, of a pair of roles, why the caches could not be handed over then.
+    changes: the same as fields of the shape.
     """
 
     change: str
@@ -22,6 +24,7 @@ class Lever:
     held: int | None
     printed: float | None
     refused: str = ""
+    changes: Mapping[str, object] = field(default_factory=dict)
 
 
 def _candidates(layout: Layout) -> list[tuple[str, dict[str, object]]]:
@@ -63,12 +66,12 @@ def levers(layout: Layout, tokens: int, kv_bytes: int | None) -> tuple[Lever, ..
         try:
             other = plan_layout(layout.model, shape.with_changes(**changes))
         except PlanError as error:
-            found.append(Lever(text, None, None, None, error.what))
+            found.append(Lever(text, None, None, None, error.what, changes))
             continue
         before, after = layout.steady(tokens).bytes, other.steady(tokens).bytes
         held, printed = None, None
         if kv_bytes is not None:
             now, then = _count(layout, tokens, kv_bytes), _count(other, tokens, kv_bytes)
             held, printed = then[0] - now[0], then[1] - now[1]
-        found.append(Lever(text, 100 * (after - before) / before, held, printed))
+        found.append(Lever(text, 100 * (after - before) / before, held, printed, "", changes))
     return tuple(found)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdlaunch.errors import PlanError
 
 from .capacity import Capacity, Layout, capacity, plan_layout
-from .compat import check_concurrency, check_roles, needed_patches_of
+from .compat import check_concurrency, check_roles, refusals
 from .emit import Emitted, emit
 from .layers import Model
 from .levers import Lever, levers
 from .memory import GraphError, Ledger, graph_error, ledger
+from .pair import Pair, needed_patches_of
 from .price import Price
 from .rules import Finding
 from .shape import RoleShape
 from .specs import head_replication, heads_per_rank
 from .transfer import Transfer, transfer
+
+PAIR = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,26 @@ def plan_role(model: Model, role: str, shape: RoleShape, tokens: int) -> RolePla
     )
 
 
+def _of_a_pair(model: Model, roles: Mapping[str, RoleShape], role: str, found: tuple[Lever, ...]) -> tuple[Lever, ...]:
+    """Levers that vLLM and every patch together would refuse at the handshake are marked; TP is of one role, all else of both."""
+    judged = []
+    for lever in found:
+        shapes = {name: roles[name].with_changes(**({} if _of_one_role(lever) and name != role else lever.changes)) for name in PAIR}
+        try:
+            layouts = [plan_layout(model, shapes[name]) for name in PAIR]
+        except PlanError:
+            layouts = []
+        if layouts and not lever.refused:
+            no = refusals(Pair(model, layouts[0], layouts[1], needed_patches_of(*layouts)))
+            lever = replace(lever, held=None, printed=None, price_percent=None, refused=f"no hand-over ({no[0].code})") if no else lever
+        judged.append(lever)
+    return tuple(judged)
+
+
+def _of_one_role(lever: Lever) -> bool:
+    return set(lever.changes) <= {"tensor_parallel", "max_num_batched_tokens"}
+
+
 def plan_pair(
     model: Model, roles: Mapping[str, RoleShape], tokens: int, patches: frozenset[str] = frozenset(), concurrency: int | None = None
 ) -> Plan:
@@ -177,6 +200,7 @@ def plan_pair(
     plans = {role: plan_role(model, role, shape, tokens) for role, shape in roles.items()}
     if "prefill" not in plans or "decode" not in plans:
         return Plan(model, tokens, plans)
+    plans = {role: replace(plan, levers=_of_a_pair(model, roles, role, plan.levers)) for role, plan in plans.items()}
     prefill, decode = plans["prefill"], plans["decode"]
     findings = check_roles(model, prefill.layout.shape, decode.layout.shape, patches)
     if concurrency is not None and decode.capacity is not None:

@@ -112,13 +112,26 @@ class PairCandidate:
         return self.decode.engine_held / self.gpus
 
 
+def _same_topology(one: RoleShape, other: RoleShape) -> bool:
+    names = ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
 def search_pairs(
-    model: Model, prefill: list[Candidate], decode: list[Candidate], gpus: int, patches: frozenset[str], top: int = 8
+    model: Model,
+    prefill: list[Candidate],
+    decode: list[Candidate],
+    gpus: int,
+    patches: frozenset[str],
+    own: tuple[RoleShape, RoleShape] | None = None,
+    top: int = 8,
 ) -> list[PairCandidate]:
     """Pairs of the best candidates of each role that fit the budget together; those that can hand over first, then by decode requests
-    per GPU of the pair."""
-    best_p = [c for c in prefill if not c.refused][:top]
-    best_d = [c for c in decode if not c.refused][:top]
+    per GPU of the pair. own: the shapes that were asked about, which are in the list however they rank."""
+    best_p, best_d = ([c for c in role if not c.refused][:top] for role in (prefill, decode))
+    for best, role, shape in ((best_p, prefill, own and own[0]), (best_d, decode, own and own[1])):
+        if shape is not None:
+            best += [c for c in role if c.gpus and c not in best and _same_topology(c.shape, shape)]
     found = []
     for p in best_p:
         for d in best_d:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pdlaunch.errors import RecipeError, Where
+from pdlaunch.nosecrets import is_secret_variable
 from pdlaunch.yamlfile import nearest
 
 DATA = Path(__file__).parent / "data"
@@ -136,7 +137,6 @@ LAUNCHER_ENV = frozenset(
         "LOCAL_RANK",
     }
 )
-_SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "APIKEY", "CREDENTIAL")
 _FREE_DYN_ENV = frozenset({"DYN_LOG", "DYN_LOGGING_CONSOLE_FORMAT", "DYN_LOGGING_JSONL", "DYN_LOG_USE_LOCAL_TZ"})
 
 
@@ -292,7 +292,7 @@ def check_env(programs: tuple[str, ...], env: dict[str, str], where: dict[str, W
                 rule="owned variables have a key" if key else "addresses, ports and planes come from the launcher",
                 hint=f"use the key {key}" if key else _LAUNCHER,
             )
-        if any(part in name.upper() for part in _SECRET):
+        if is_secret_variable(name):
             raise RecipeError(
                 f"the variable {name} looks like a secret",
                 where=where[name],

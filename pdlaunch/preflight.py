@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import tempfile
@@ -10,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdlaunch import nosecrets
 from pdlaunch.errors import LaunchError, RecipeError, SubmitError, Where
 from pdlaunch.job import Job
 from pdlaunch.node.build import BuildFacts, build_faults
 from pdlaunch.node.node_facts import distribution_versions, file_hashes
-from pdlaunch.node.redact import Redactor
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,13 @@ def findings(job: Job, *, submitting: bool = True) -> list[Finding]:
 
 
 def _secrets(job: Job) -> str:
-    """Both files and the overrides are copied into every bundle and archive; the message never repeats what was found."""
-    redactor = Redactor(job.spec.redact_keys, os.environ)
+    """Both files are copied into every bundle and archive: here their comments too. Values were looked at when they were read."""
+    redactor = nosecrets.redactor()
     for source in (job.recipe.source, job.cluster.source):
         places = [(Where(source.path, n), line) for n, line in enumerate(source.path.read_text(encoding="utf-8").splitlines(), 1)]
-        places += [(Where(key=f"--set {source.prefix}{key}"), f"{key}={value}") for key, value in source.overrides.items()]
         for where, text in places:
             if redactor.text(text) != text:
-                raise RecipeError(
-                    "this looks like a secret, or holds the value of a secret variable of this environment",
-                    where=where,
-                    rule="recipes, cluster files and overrides are archived with every run",
-                    hint="put it into the site's own environment",
-                )
+                raise nosecrets.refusal(where)
     return "none found"
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from pdlaunch import nosecrets
 from pdlaunch.errors import RecipeError, Where
 
 KeyPath = tuple[str | int, ...]
@@ -49,7 +50,7 @@ class Document:
         name = dotted(path)
         for part in [name, *(dotted(path[:n]) for n in range(len(path) - 1, 0, -1))]:
             if part in self.overrides:
-                return Where(key=f"--set {self.prefix}{part}={self.overrides[part]}")
+                return Where(key="--set " + nosecrets.shown(f"{self.prefix}{part}={self.overrides[part]}"))
         line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), 1)
         return Where(self.path, line, name or None)
 
@@ -155,35 +156,41 @@ def override(document: Document, settings: typing.Iterable[str], prefix: str = "
     """The document with each key=value laid over it; the value is read as YAML, so numbers, lists and {a: b} work.
 
     A key of a list is its index: load.0.requests=4. @FILE lays every value of a YAML file over it, as `plan --patch FILE` writes one.
-    RecipeError names the override.
+    RecipeError names the override. A secret in the file or in a setting is refused first: no later message can repeat it.
     """
     import copy
 
+    if (found := nosecrets.secret_at(document.data)) is not None:
+        raise nosecrets.refusal(document.where(found))
     data, recorded = copy.deepcopy(document.data), dict(document.overrides)
     for setting in (one for given in settings for one in (_of_file(Path(given[1:])) if given.startswith("@") else [given])):
         key, equals, text = setting.partition("=")
+        shown = f"--set {prefix}{nosecrets.shown(setting)}"
         if not (equals and key.strip() and text.strip()):
             missing = "no equals sign" if not equals else "no key" if not key.strip() else "no value"
-            raise RecipeError(f"--set {setting}: {missing}", rule="--set key=value, as in --set engines.decode.tensor_parallel=2")
-        key = key.strip()
-        value = _value(text, setting)
-        _lay(data, key.split("."), value, setting)
-        recorded[dotted(tuple(int(p) if p.isdigit() else p for p in key.split(".")))] = text
+            raise RecipeError(f"{shown}: {missing}", rule="--set key=value, as in --set engines.decode.tensor_parallel=2")
+        parts = key.strip().split(".")
+        value, path = _value(text, shown), tuple(int(p) if p.isdigit() else p for p in parts)
+        if (found := nosecrets.secret_at(value, path)) is not None:
+            raise nosecrets.refusal(Where(key=f"--set {prefix}{nosecrets.redactor().text(dotted(found))}"))
+        _lay(data, parts, value, shown)
+        recorded[dotted(path)] = text
     return Document(document.path, data, document.lines, recorded, prefix)
 
 
-def _value(text: str, setting: str) -> Any:
+def _value(text: str, shown: str) -> Any:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         _no_aliases(node, Path())
         return None if node is None else _plain(loader, node, (), {}, Path())
     except RecursionError:
-        raise RecipeError(f"--set {setting[:80]}: nested too deeply", rule="--set key=value") from None
+        raise RecipeError(f"{shown[:80]}: nested too deeply", rule="--set key=value") from None
     except RecipeError as e:
-        raise RecipeError(f"--set {setting}: {e.what}", rule=e.rule, hint=e.hint) from None
+        raise RecipeError(f"{shown}: {e.what}", rule=e.rule, hint=e.hint) from None
     except yaml.YAMLError as e:
-        raise RecipeError(f"--set {setting}: the value is not YAML ({e})", rule="--set key=value") from None
+        why = getattr(e, "problem", None) or getattr(e, "context", None) or "not readable"
+        raise RecipeError(f"{shown}: the value is not YAML ({why})", rule="--set key=value") from None
     finally:
         loader.dispose()
 
@@ -201,15 +208,13 @@ def _of_file(path: Path) -> list[str]:
     return list(leaves(read(path).data, []))
 
 
-def _lay(data: Any, parts: list[str], value: Any, setting: str) -> None:
+def _lay(data: Any, parts: list[str], value: Any, shown: str) -> None:
     here = data
     for i, part in enumerate(parts):
         last = i == len(parts) - 1
         if isinstance(here, list):
             if not part.isdigit() or int(part) >= len(here):
-                raise RecipeError(
-                    f"--set {setting}: {'.'.join(parts[:i])} is a list of {len(here)}", rule=f"its keys are 0 to {len(here) - 1}"
-                )
+                raise RecipeError(f"{shown}: {'.'.join(parts[:i])} is a list of {len(here)}", rule=f"its keys are 0 to {len(here) - 1}")
             if last:
                 here[int(part)] = value
             else:
@@ -220,7 +225,7 @@ def _lay(data: Any, parts: list[str], value: Any, setting: str) -> None:
             else:
                 here = here.setdefault(part, {})
         else:
-            raise RecipeError(f"--set {setting}: {'.'.join(parts[:i])} is {here!r} and has no keys")
+            raise RecipeError(f"{shown}: {'.'.join(parts[:i])} is {here!r} and has no keys")
 
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "pdlaunch"
 NODE = sorted((PACKAGE / "node").glob("*.py"))
 LAYERS = (
     ("pdlaunch.errors", "pdlaunch.node", "pdlaunch.unidiff", "pdlaunch.stats"),
-    ("pdlaunch.yamlfile", "pdlaunch.patchseries", "pdlaunch.patching", "pdlaunch.geometry"),
+    ("pdlaunch.nosecrets", "pdlaunch.yamlfile", "pdlaunch.patchseries", "pdlaunch.patching", "pdlaunch.geometry"),
     ("pdlaunch.recipe", "pdlaunch.cluster", "pdlaunch.recipe_rules", "pdlaunch.flags"),
     ("pdlaunch.planner", "pdlaunch.placement", "pdlaunch.engine", "pdlaunch.modelcheck"),
     ("pdlaunch.job", "pdlaunch.bundle", "pdlaunch.preflight", "pdlaunch.vcs"),

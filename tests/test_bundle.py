@@ -205,10 +205,13 @@ def test_a_planted_secret_is_refused_and_not_repeated(tmp_path: Path, where: str
         text = (ROOT / f"{kind}s" / f"{name}.yaml").read_text(encoding="utf-8")
         (tmp_path / f"{name}.yaml").write_text(text + (f"# {PLANTED}\n" if kind == where else ""), encoding="utf-8")
     settings = (f"description={PLANTED}",) if where == "override" else ()
-    found = recipe.load(tmp_path / "tiny-p1d1.yaml", settings)
-    made = job.build(found, cluster.load(tmp_path / "local.yaml"), job.Context(ROOT, "2026-01-02T03:04:05Z"))
+
+    def check() -> None:
+        found = recipe.load(tmp_path / "tiny-p1d1.yaml", settings)
+        preflight.check_job(job.build(found, cluster.load(tmp_path / "local.yaml"), job.Context(ROOT, "2026-01-02T03:04:05Z")))
+
     with pytest.raises(RecipeError, match="looks like a secret") as e:
-        preflight.check_job(made)
+        check()
     assert PLANTED not in str(e.value)
     assert "archived with every run" in str(e.value)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from pdlaunch.cluster import Cluster
@@ -14,7 +16,7 @@ from pdlaunch.planner.compat import check_roles
 from pdlaunch.planner.config import load_config
 from pdlaunch.planner.families import read_model
 from pdlaunch.planner.layers import Model
-from pdlaunch.planner.pair import unevenly_scaled
+from pdlaunch.planner.pair import PER_GROUP_PATCH, PER_REGION_PATCH, needed_patches_of, unevenly_scaled
 from pdlaunch.planner.rules import Finding, role_findings
 from pdlaunch.planner.shape import BACKENDS, RoleShape
 from pdlaunch.recipe import Recipe, RoleName
@@ -109,6 +111,7 @@ def check(recipe: Recipe, cluster: Cluster, config: Path) -> ModelCheck:
 def _findings(recipe: Recipe, cluster: Cluster, model: Model) -> list[Finding]:
     if recipe.disaggregated:
         found = check_roles(model, role_shape(recipe, "prefill", cluster), role_shape(recipe, "decode", cluster), frozenset(recipe.patches))
+        found += _beyond_patches(recipe, cluster, model)
     else:
         found = role_findings(model, "agg", role_shape(recipe, "agg", cluster))
     if recipe.engines.control is not None:
@@ -116,9 +119,57 @@ def _findings(recipe: Recipe, cluster: Cluster, model: Model) -> list[Finding]:
     return found
 
 
+CONTEXT_PARALLEL = ("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size", "-pcp")
+DRAFTS = ("--speculative-config", "-sc")
+LAYOUTS = {PER_REGION_PATCH: ("LBHNC", "HND", "BLHNC"), PER_GROUP_PATCH: ("LBHNC", "HND")}
+"""Patch -> values of VLLM_KV_CACHE_LAYOUT that it reads; both refuse the others at the handshake (region_heads.py, group_pages.py)."""
+
+
+def _beyond_patches(recipe: Recipe, cluster: Cluster, model: Model) -> list[Finding]:
+    """What a RoleShape does not hold and the pair's patches refuse at the handshake, or were never run with."""
+    try:
+        needed = needed_patches_of(*(plan_layout(model, role_shape(recipe, role, cluster)) for role in ROLES))
+    except PlanError:
+        return []
+    found: list[Finding] = []
+    if not needed:
+        return found
+    patch = PER_GROUP_PATCH if PER_GROUP_PATCH in needed else PER_REGION_PATCH
+    for role in ROLES:
+        engine = recipe.engines.present()[role]
+        flags = _values((*recipe.extra_args, *engine.extra_args))
+        for name in CONTEXT_PARALLEL:
+            if flags.get(name, "1") != "1":
+                message = f"{role}: {patch} refuses context parallelism ({name} {flags[name]})"
+                found.append(Finding("error", "context-parallel", message, f"remove {name}"))
+        if patch == PER_GROUP_PATCH and any(name in flags for name in DRAFTS):
+            message = f"{role}: {patch} has not been run with speculative decoding"
+            found.append(Finding("warning", "drafts-unproven", message, "no --speculative-config, or trust recall and agreement only"))
+        layout = {**cluster.engine_env, **recipe.env, **engine.env}.get("VLLM_KV_CACHE_LAYOUT")
+        if layout is not None and layout not in LAYOUTS[patch]:
+            message = f"{role}: {patch} does not read pages in the layout {layout} (VLLM_KV_CACHE_LAYOUT)"
+            found.append(Finding("error", "kv-layout", message, f"one of {', '.join(LAYOUTS[patch])}, or leave it unset"))
+    if recipe.kv_connector_extra_config.get("enable_permute_local_kv"):
+        message = f"{patch} refuses kv_connector_extra_config.enable_permute_local_kv: pages are not permuted on receive"
+        found.append(Finding("error", "kv-layout", message, "remove the key"))
+    return found
+
+
+def _values(words: Sequence[str]) -> dict[str, str]:
+    """Flag -> its value: attached with =, or the next word."""
+    found = {}
+    for word, following in pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            found[name.partition(".")[0]] = value if equals else following
+    return found
+
+
 def _where(recipe: Recipe, finding: Finding) -> Where:
     """The key that a finding is about: the role that its message starts with, else the engines."""
     role = finding.message.partition(":")[0]
+    if finding.code in ("context-parallel", "kv-layout"):
+        return recipe.source.where("extra_args" if finding.code == "context-parallel" else "env")
     if role in recipe.engines.present():
         name = {"max-model-len": "max_model_len", "block-backend": "block_size"}.get(finding.code)
         if name is not None:

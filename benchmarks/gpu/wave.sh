@@ -67,7 +67,7 @@ load)
   if [ "$gpus" -lt 4 ]; then chosen="gpu-half-p1d2 gpu-half-agg-tp2 gpu-half-p1d1"; fi
   for recipe in ${RECIPES:-$chosen}; do
     free_gpus
-    python3 -m benchmarks.gpu.run_recipes --gpus "$gpus" --out "$out" --timeout-s "${EACH_S:-200}" "$recipe" || echo "$recipe: exit code $?"
+    python3 -m benchmarks.gpu.run_recipes --gpus "$gpus" --out "$out" --timeout-s "${EACH_S:-260}" "$recipe" || echo "$recipe: exit code $?"
   done
   pack_results "$out"
   ;;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import shlex
 import shutil
@@ -56,7 +57,13 @@ def check_rows(found: job.Job) -> list[dict[str, str]]:
 
 def render(found: job.Job, out: Path) -> Path:
     preflight.check_job(found)
-    return new_bundle(found, out)
+    return shown(new_bundle(found, out))
+
+
+def shown(path: Path) -> Path:
+    """As a person may type it here: relative to the current folder when it lies below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def new_bundle(found: job.Job, out: Path | None) -> Path:
@@ -109,7 +116,7 @@ def start(found: job.Job, out: Path | None, *, say: Callable[[str], None], live:
     finally:
         if slurm.read_receipt(folder) is None:
             shutil.rmtree(folder)
-    say(f"submitted job {receipt.job_id}\nbundle: {folder}\nnext: python launch.py status {shlex.quote(str(folder))}")
+    say(f"submitted job {receipt.job_id}\nbundle: {shown(folder)}\nnext: python launch.py status {shlex.quote(str(shown(folder)))}")
     return 0
 
 
@@ -119,12 +126,13 @@ def run_here(folder: Path, node_python: str, *, live: bool) -> int:
     if not live:
         return local.run(folder, run_dir, node_python)
     from pdlaunch.console import LiveView
+    from pdlaunch.node.output import say
 
     log = folder / "run.log"
     with log.open("w", encoding="utf-8") as output, LiveView(f"{run_dir.parent.name}  (lines: {log})", run_dir) as view:
         code = local.run(folder, run_dir, node_python, output, view.tick)
-    print(slurm.verdict_line(run_dir) or f"no verdict; the last lines of {log}:\n{_tail(log)}")
-    print(f"archive: {run_dir}")
+    say(slurm.verdict_line(run_dir) or f"no verdict; the last lines of {log}:\n{_tail(log)}")
+    say(f"archive: {run_dir}")
     return code
 
 
@@ -134,6 +142,7 @@ def _tail(path: Path, lines: int = 40) -> str:
 
 def submit_folder(folder: Path, *, say: Callable[[str], None], live: bool) -> int:
     """Submit (or run) a bundle that was rendered before."""
+    folder = Path(os.path.abspath(folder))  # noqa: PTH100 - its processes start in it; links in the path are kept
     if slurm.is_run(folder):
         raise SubmitError(
             f"{folder} is a run folder, not a bundle",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from pathlib import Path
 from pdlaunch.cluster import Cluster
 from pdlaunch.errors import LaunchError
 from pdlaunch.job import absolute
-from pdlaunch.preflight import folder_fault
+from pdlaunch.node.gpus import NoGpu
+from pdlaunch.preflight import folder_fault, gpus_seen
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,11 @@ def _disk(cluster: Cluster, root: Path) -> Line:
 
 
 def _gpus(cluster: Cluster) -> Line:
-    smi = shutil.which("nvidia-smi")
     if cluster.device == "cpu" or cluster.launcher == "slurm":
         return Line("GPUs", True, "not needed on this machine")
-    if smi is None:
-        return Line("GPUs", False, "no nvidia-smi, so no GPU", "a cluster file with device: cpu")
     try:
-        done = subprocess.run(
-            [smi, "--query-gpu=index,name,memory.used", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Line("GPUs", False, "nvidia-smi does not answer within 30 s", "look at the driver")
-    rows = done.stdout.strip().splitlines()
-    return Line(
-        "GPUs",
-        done.returncode == 0 and len(rows) >= cluster.nodes.gpus_per_node,
-        "; ".join(rows) or done.stderr.strip(),
-        f"gpus_per_node of {cluster.source.path} is {cluster.nodes.gpus_per_node}",
-    )
+        rows = gpus_seen()
+    except NoGpu as e:
+        return Line("GPUs", False, str(e), "a cluster file with device: cpu, or look at the driver")
+    wanted = cluster.nodes.gpus_per_node
+    return Line("GPUs", len(rows) >= wanted, "; ".join(rows), f"gpus_per_node of {cluster.source.path} is {wanted}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import tempfile
@@ -9,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdlaunch import nosecrets
+from pdlaunch import mounts, nosecrets
 from pdlaunch.errors import LaunchError, RecipeError, SubmitError, Where
 from pdlaunch.job import Job
 from pdlaunch.node.build import BuildFacts, build_faults
-from pdlaunch.node.node_facts import distribution_versions, file_hashes
+from pdlaunch.node.node_facts import distribution_versions, file_hashes, interface_address
+from pdlaunch.node.ports import PortError, Ports
+from pdlaunch.yamlfile import nearest
 
 
 @dataclass(frozen=True)
@@ -26,21 +29,23 @@ class Finding:
 
 
 def check_job(job: Job, *, submitting: bool = False) -> None:
-    """Raise the first thing that is wrong: what `check`, `render` and `submit` ask. submitting: also what only a start needs."""
+    """Raise the first thing that is wrong: what `check`, `render` and `submit` ask. submitting: also what only the login node can tell."""
     for finding in findings(job, submitting=submitting):
         if finding.error is not None:
             raise finding.error
 
 
 def findings(job: Job, *, submitting: bool = True) -> list[Finding]:
-    checks: list[Callable[[Job], str]] = [_secrets, _model, _time_limit]
+    checks: list[Callable[[Job], str]] = [_secrets, _model, _time_limit, _mounts]
     here = job.cluster.launcher == "local"
     if here:
-        checks += [_node_python, _python, _aiperf, _control_plane, _port]
+        checks += [_node_python, _python, _aiperf, _control_plane, _port, _interface, _gpus]
     elif job.cluster.models_visible:
         checks += [_python, _aiperf]
-    if submitting:
-        checks += [_results, _disk, *([] if here else [_slurm])]
+    if here or submitting:
+        checks += [_results, _disk]
+    if submitting and not here:
+        checks.append(_slurm)
     if _python in checks:
         checks.append(_build)
     out = []
@@ -92,6 +97,10 @@ def _time_limit(job: Job) -> str:
             hint="fewer or shorter load phases",
         )
     return f"{job.recipe.time_limit_minutes} minutes"
+
+
+def _mounts(job: Job) -> str:
+    return mounts.check(job)
 
 
 def _executable(path: str, job: Job, key: str, hint: str) -> str:
@@ -153,18 +162,64 @@ def _port(job: Job) -> str:
     port = job.cluster.network.http_port
     if not port:
         return "a free port is chosen"
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError as e:
-            raise SubmitError(
-                f"port {port} cannot be used: {e.strerror}",
-                where=job.cluster.source.where("network.http_port"),
-                rule="a port that nobody listens on",
-                hint="http_port: 0 chooses a free one",
-            ) from None
+    try:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.bind(("", port))
+        with contextlib.closing(Ports("check")) as ports:
+            ports.take(port, "http_port")
+    except (OSError, PortError) as e:
+        raise SubmitError(
+            f"port {port} cannot be used: {e.strerror if isinstance(e, OSError) else e}",
+            where=job.cluster.source.where("network.http_port"),
+            rule="a port that nobody listens on",
+            hint="http_port: 0 chooses a free one",
+        ) from None
     return str(port)
+
+
+def _interface(job: Job) -> str:
+    name = job.cluster.network.interface
+    if not name:
+        return "loopback"
+    try:
+        return f"{name} {interface_address(name)}"
+    except OSError as e:
+        have = [found for _, found in socket.if_nameindex()]
+        raise SubmitError(
+            f"the network interface {name} has no IPv4 address here: {e.strerror}",
+            where=job.cluster.source.where("network.interface"),
+            rule=f"an interface of this machine: {', '.join(have)}",
+            hint=nearest(name, have) or "leave it empty for loopback",
+        ) from None
+
+
+def gpus_seen() -> list[str]:
+    """One line for each GPU of this machine; NoGpu says why there is none."""
+    from pdlaunch.node.gpus import run_smi
+
+    return run_smi(["nvidia-smi", "--query-gpu=index,name,memory.used", "--format=csv,noheader"]).strip().splitlines()
+
+
+def _gpus(job: Job) -> str:
+    wanted = sum(node.gpus for node in job.spec.nodes)
+    if job.cluster.device == "cpu" or not wanted:
+        return "not needed"
+    from pdlaunch.node.gpus import NoGpu
+
+    try:
+        rows = gpus_seen()
+    except NoGpu as e:
+        raise SubmitError(str(e), where=job.cluster.source.where("device"), rule="device: cuda needs GPUs of this machine") from None
+    highest = max((gpu for engine in job.spec.engines for rank in engine.ranks for gpu in rank.gpus), default=-1)
+    if len(rows) <= highest:
+        raise SubmitError(
+            f"the engines are placed on GPUs 0 to {highest}, and this machine has {len(rows)}",
+            where=job.cluster.source.where("nodes.gpus_per_node"),
+            rule="gpus_per_node is at most the number of GPUs",
+            hint=f"--set cluster.nodes.gpus_per_node={len(rows)}",
+        )
+    return "; ".join(rows)
 
 
 def _existing(path: Path) -> Path:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pdlaunch import bundle, job, local, preflight, slurm, vcs
+from pdlaunch import bundle, job, local, mounts, preflight, slurm, vcs
 from pdlaunch import cluster as clusters
 from pdlaunch import recipe as recipes
 from pdlaunch.errors import RecipeError, SubmitError
@@ -51,6 +51,10 @@ def check_rows(found: job.Job) -> list[dict[str, str]]:
     """Every check that passed and every warning; the first check that fails is raised."""
     preflight.check_job(found)
     rows = [{"check": f.name, "result": "ok", "detail": f.observed} for f in preflight.findings(found, submitting=False)]
+    try:
+        mounts.check_bundle(found, found.context.root / "bundles")
+    except RecipeError as e:
+        rows.append({"check": "bundle folder", "result": "warning", "detail": f"{e.what} (render and submit need another --out)"})
     rows += [{"check": n.code, "result": "info", "detail": n.message} for n in found.notes]
     return rows + [{"check": w.code, "result": "warning", "detail": f"{w.message} ({w.fix})"} for w in found.warnings]
 
@@ -71,6 +75,7 @@ def new_bundle(found: job.Job, out: Path | None) -> Path:
     if out is None:
         stamp = found.context.created_utc.replace("-", "").replace(":", "")
         out = found.context.root / "bundles" / f"{found.recipe.name}-{stamp}-{secrets.token_hex(3)}"
+    mounts.check_bundle(found, out)
     return bundle.render(found, out)
 
 
@@ -223,9 +228,7 @@ def ask_recall(question: RecallQuestion, say: Callable[[str], None]) -> dict[str
         say(f"prompt {found['prompt']}: {'correct' if found['correct'] else 'WRONG: ' + str(found['why'])[:160]}")
 
     try:
-        result = run_recall(
-            question.url, question.model, spec, "before", secrets.token_hex(6), out, question.timeout_s, stop, on_row=row
-        )
+        result = run_recall(question.url, question.model, spec, "before", secrets.token_hex(6), out, question.timeout_s, stop, on_row=row)
     except ValueError as e:
         if question.out is None:
             out.rmdir()

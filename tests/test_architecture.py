@@ -18,7 +18,7 @@ LAYERS = (
     ("pdlaunch.nosecrets", "pdlaunch.yamlfile", "pdlaunch.patchseries", "pdlaunch.patching", "pdlaunch.geometry"),
     ("pdlaunch.recipe", "pdlaunch.cluster", "pdlaunch.recipe_rules", "pdlaunch.flags"),
     ("pdlaunch.planner", "pdlaunch.placement", "pdlaunch.engine", "pdlaunch.modelcheck"),
-    ("pdlaunch.job", "pdlaunch.bundle", "pdlaunch.preflight", "pdlaunch.vcs"),
+    ("pdlaunch.job", "pdlaunch.bundle", "pdlaunch.mounts", "pdlaunch.preflight", "pdlaunch.vcs"),
     ("pdlaunch.slurm", "pdlaunch.local", "pdlaunch.archive", "pdlaunch.doctor", "pdlaunch.console"),
     ("pdlaunch.runs", "pdlaunch.compare", "pdlaunch.report", "pdlaunch.exchange", "pdlaunch.utilisation", "pdlaunch.pareto"),
     ("pdlaunch.session", "pdlaunch.verb_plan", "pdlaunch.verb_results"),

@@ -169,6 +169,28 @@ def test_a_full_disk_is_refused(tmp_path: Path) -> None:
     assert "GiB free" in failing(tmp_path, "local", **ready(results_dir=str(tmp_path), min_free_gib=1e9))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"min_free_gib": 1e9}, "GiB free"),
+        ({"results_dir": "/proc/x"}, "/proc/x cannot be made"),
+        ({"network": cluster.Network(interface="nope0")}, "the network interface nope0 has no IPv4 address here: No such device"),
+    ],
+)
+def test_check_of_a_local_cluster_asks_what_the_run_asks(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(SubmitError, match=said):
+        preflight.check_job(make("local", **ready(**changes)))
+
+
+@pytest.mark.parametrize(("rows", "said"), [(["0, H200", "1, H200"], ""), (["0, H200"], "placed on GPUs 0 to 1, and this machine has 1")])
+def test_gpus_of_this_machine_are_counted(monkeypatch: pytest.MonkeyPatch, rows: list[str], said: str) -> None:
+    monkeypatch.setattr(preflight, "gpus_seen", lambda: rows)
+    made = make("local-gpu", "gpu-tiny-p1d2", nodes=cluster.Nodes(max=1, gpus_per_node=2))
+    found = {f.name: f for f in preflight.findings(made)}["gpus"]
+    assert said in str(found.error or "")
+    assert bool(found.error) == bool(said)
+
+
 def test_results_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     given = {"file": "is not a folder", "file/results": "cannot be made: no folder can be made in", "/proc/x": "cannot be made"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,7 @@ def describe(event: dict[str, Any]) -> str:
 
 
 class LiveView:
-    """A rich table that is drawn again on every tick; use as a context manager."""
+    """A rich table that is drawn again on every tick; use as a context manager. A terminal that went away ends the drawing, not the run."""
 
     def __init__(self, title: str, run_dir: Path) -> None:
         from rich.console import Console
@@ -93,19 +94,22 @@ class LiveView:
         self.live: Live = Live(console=Console(), auto_refresh=False, transient=False)
 
     def __enter__(self) -> LiveView:
-        self.live.__enter__()
+        with contextlib.suppress(OSError):
+            self.live.__enter__()
         self.tick()
         return self
 
     def __exit__(self, *failure: Any) -> None:
         self.tick()
-        self.live.__exit__(*failure)
+        with contextlib.suppress(OSError):
+            self.live.__exit__(*failure)
 
     def tick(self) -> None:
         now_s = time.monotonic()
         for event in self.feed.new():
             self.progress.add(event, now_s)
-        self.live.update(self._table(now_s), refresh=True)
+        with contextlib.suppress(OSError):
+            self.live.update(self._table(now_s), refresh=True)
 
     def _table(self, now_s: float) -> Any:
         from rich.markup import escape

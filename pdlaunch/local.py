@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import IO
 
 from pdlaunch.errors import SubmitError
+from pdlaunch.node.output import say
 from pdlaunch.node.procfs import PROC, adopt_orphans, descendants
 from pdlaunch.node.spec import load_spec
 
@@ -45,6 +47,7 @@ def run(bundle: Path, run_dir: Path, node_python: str, output: IO[str] | None = 
     A first signal is handed on, and the supervisor archives the run as INCOMPLETE. If it is killed, that is done here.
     """
     command = [node_python, "-B", "-u", "-m", "node", "run", "--spec", str(bundle / "spec.json"), "--run-dir", str(run_dir)]
+    command += ["--launcher", str(os.getpid())]
     ours = set(descendants(os.getpid()))
     adopt_orphans()  # what a killed supervisor leaves becomes ours, and can be swept
     with _handed_on(run_dir) as asked:
@@ -119,11 +122,11 @@ def _salvage(run_dir: Path, ended: str, ours: set[int]) -> None:
 
     ours: processes below this one that were there before the run.
     """
-    from pdlaunch.node import finish
+    from pdlaunch.node import afterwards, finish
     from pdlaunch.node.deployment import redactor_of
     from pdlaunch.node.services import clean_log
 
-    print(f"{ended}; {run_dir} is judged from the files that are there", file=sys.stderr, flush=True)
+    say(f"{ended}; {run_dir} is judged from the files that are there", sys.stderr)
     folders = _temporary_folders(run_dir, set(descendants(os.getpid())) - ours)
     _sweep(ours)
     for folder in folders:
@@ -134,10 +137,12 @@ def _salvage(run_dir: Path, ended: str, ours: set[int]) -> None:
         spec = load_spec(run_dir / "spec.json")
         for log in (run_dir / "logs").glob("*.log"):
             clean_log(log, redactor_of(spec))
-        print(finish.judge(run_dir, ended).line, flush=True)
+        say(finish.judge(run_dir, ended).line)
         finish.write_manifest(spec, run_dir, ended)
+        say(f"archive: {run_dir}")
+        say(f"page: {afterwards.page(spec, run_dir, threading.Event())}")
     except (OSError, ValueError) as e:
-        print(f"{run_dir}: cannot be archived: {e}", file=sys.stderr, flush=True)
+        say(f"{run_dir}: cannot be archived: {e}", sys.stderr)
 
 
 def _sweep(ours: set[int]) -> None:

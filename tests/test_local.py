@@ -51,7 +51,7 @@ def test_exit_code_of_the_supervisor_is_ours(tmp_path: Path, code: int) -> None:
     log = tmp_path / "log"
     with log.open("w", encoding="utf-8") as output:
         assert local.run(made, run, sys.executable, output) == code
-    assert log.read_text(encoding="utf-8") == f"argv run --spec {made}/spec.json --run-dir {run}\n"
+    assert log.read_text(encoding="utf-8") == f"argv run --spec {made}/spec.json --run-dir {run} --launcher {os.getpid()}\n"
     assert not list(made.rglob("__pycache__"))
 
 
@@ -129,6 +129,7 @@ def test_what_a_killed_supervisor_leaves_is_swept_and_judged(
     ended = ("interrupted by SIGTERM; " if signalled else "") + "the supervisor was killed by SIGKILL"
     assert json.loads((run / "manifest.json").read_text(encoding="utf-8"))["ended"] == ended
     assert archive.verify(run).intact
+    assert run.with_name("run.html").is_file()
     shown = capsys.readouterr()
     assert ended in shown.err
     assert shown.out.startswith("INCOMPLETE")

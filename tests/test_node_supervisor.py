@@ -17,13 +17,15 @@ from pathlib import Path
 
 import pytest
 
+from pdlaunch import local
 from pdlaunch.archive import verify
 from pdlaunch.modelcheck import page_smoke
 from pdlaunch.node import afterwards, supervisor
 from pdlaunch.node.contracts import SNAPSHOTS, write_json
+from pdlaunch.node.folders import make_run_dir
 from pdlaunch.node.process import StageFailed
 from pdlaunch.node.spec import Deadlines, LoadPhase, LoadSpec, Proof, RecallSpec, ServiceSpec, to_json
-from pdlaunch.node.supervisor import Run, make_run_dir, supervise
+from pdlaunch.node.supervisor import Run, supervise
 from tests.envs import aiperf, engine_python
 from tests.fakes import specs
 from tests.fakes.raw_server import answering, raw_server, respond
@@ -278,7 +280,7 @@ def test_an_interruption_after_the_verdict_leaves_it_and_ends_with_130(tmp_path,
     def interrupted(spec, run_dir, stop):
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.wait(10)
-        return afterwards.INTERRUPTED
+        return f"none; {afterwards.INTERRUPTED}"
 
     monkeypatch.setattr(afterwards, "page", interrupted)
     monkeypatch.setattr(supervisor, "adopt_orphans", lambda: None)
@@ -291,6 +293,27 @@ def test_an_interruption_after_the_verdict_leaves_it_and_ends_with_130(tmp_path,
     assert "page: none; the run was interrupted" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["ended"] == ""
     assert verify(tmp_path / "run").intact
+
+
+@pytest.mark.parametrize(("launcher", "asked"), [("local", True), ("slurm", False)])
+def test_a_run_that_was_interrupted_here_has_a_short_time_for_its_page(tmp_path, monkeypatch, launcher, asked):
+    made = fake_pair(tmp_path, ())
+    made = replace(made, run=replace(made.run, launcher=launcher, tool_argv=(sys.executable, __file__)))
+    write_json(tmp_path / "spec.json", to_json(made))
+    run = Run(made, tmp_path / "spec.json", tmp_path / "run", "test")
+    shutil.rmtree(run.deployment.tmp_dir)
+    run._on_signal(signal.SIGINT, None)
+    seen = []
+
+    def ran(spec, arguments, log, deadline_s, stop):
+        seen.append((deadline_s, stop.is_set()))
+        return afterwards.INTERRUPTED if stop.is_set() else ""
+
+    monkeypatch.setattr(afterwards, "_run", ran)
+    assert run.page() == (str(tmp_path / "run.html") if asked else "none; the run was interrupted")
+    ((deadline_s, stopped),) = seen
+    assert stopped is not asked
+    assert not asked or 10 < deadline_s < local.LAST_RESORT_S / 2
 
 
 def test_a_results_folder_without_room_is_refused(tmp_path, monkeypatch):

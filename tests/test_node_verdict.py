@@ -341,6 +341,71 @@ def test_a_prefill_rank_in_which_the_patch_is_not_active_is_invalid(tmp_path: Pa
     assert "patch active in prefill-0: 0 of 1 prefill ranks" in reasons(run.verdict())
 
 
+def silent(run: Folder) -> None:
+    for path in (run.path / "logs").glob("*.log"):
+        path.write_text("INFO starting\n")
+
+
+def not_ready(run: Folder) -> None:
+    before_anything(run)
+    gate = {"ready": False, "expected": {"prefill": 1, "decode": 1}, "found": {}, "failure": "no worker has registered the model yet"}
+    (run.path / "gate.json").write_text(json.dumps(gate))
+
+
+@pytest.mark.parametrize(
+    ("ended", "spoil"),
+    [
+        ("interrupted by SIGINT while waiting for engines to be ready", lambda run: before_anything(run)),
+        ("engines to be ready: not there after 5 s; no facts from prefill-0", not_ready),
+    ],
+)
+def test_engines_that_never_registered_are_not_blamed_for_their_silence(
+    tmp_path: Path, ended: str, spoil: Callable[[Folder], None]
+) -> None:
+    run = good_run(tmp_path)
+    spoil(run)
+    silent(run)
+    verdict = run.verdict(ended)
+    assert verdict.verdict == "INCOMPLETE", verdict.reasons
+    assert verdict.reasons[0] == f"the run did not reach its end: {ended}"
+    found = {c.name: (c.passed, c.observed) for c in verdict.checks}
+    assert found["patch active in prefill-0"] == (None, "0 of 1 prefill ranks, when the run had not come to registration")
+    assert found["plan lines of decode-0"] == (None, "0 of 2 decode ranks, before the first completion")
+
+
+def test_silence_before_the_first_completion_shows_nothing_of_the_plan_but_of_the_patch(tmp_path: Path) -> None:
+    run = good_run(tmp_path)
+    gate = (tmp_path / "gate.json").read_text()
+    before_anything(run)
+    (tmp_path / "gate.json").write_text(gate)
+    path = tmp_path / "logs" / "decode-0.log"
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if "plan:" not in line))
+    assert run.verdict("interrupted by SIGINT").verdict == "INCOMPLETE"
+    silent(run)
+    verdict = run.verdict("interrupted by SIGINT")
+    assert verdict.verdict == "INVALID"
+    assert "plan lines" not in reasons(verdict)
+    for said in ("patch active in prefill-0: 0 of 1 prefill ranks", "patch active in decode-0: 0 of 2 decode ranks"):
+        assert said in reasons(verdict)
+
+
+@pytest.mark.parametrize("ended", ["", "interrupted by SIGINT while requests were running"])
+def test_ranks_that_served_in_silence_are_invalid_however_the_run_ended(tmp_path: Path, ended: str) -> None:
+    run = good_run(tmp_path)
+    silent(run)
+    verdict = run.verdict(ended)
+    assert verdict.verdict == "INVALID"
+    for said in ("patch active in prefill-0: 0 of 1", "patch active in decode-0: 0 of 2", "plan lines of decode-0: 0 of 2"):
+        assert said in reasons(verdict)
+
+
+def test_a_run_without_its_gate_is_never_valid(tmp_path: Path) -> None:
+    run = good_run(tmp_path)
+    silent(run)
+    (tmp_path / "gate.json").unlink()
+    assert run.verdict().verdict == "INCOMPLETE"
+
+
 def test_a_decode_rank_without_its_plan_line_is_invalid(tmp_path: Path) -> None:
     run = good_run(tmp_path)
     path = tmp_path / "logs" / "decode-0.log"

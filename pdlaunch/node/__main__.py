@@ -21,8 +21,9 @@ def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="node run", allow_abbrev=False)
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, help="the run folder, which must not exist; default: results_dir/<recipe>/<utc>-<jobid>")
+    parser.add_argument("--launcher", type=int, default=0, metavar="PID", help="the parent process; the run is stopped when it is gone")
     args = parser.parse_args(argv)
-    return supervise(args.spec, args.run_dir)
+    return supervise(args.spec, args.run_dir, args.launcher)
 
 
 def _judge(argv: list[str]) -> int:

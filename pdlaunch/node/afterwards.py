@@ -47,12 +47,12 @@ def plan(spec: Spec, run_dir: Path, stop: threading.Event) -> str:
     return reason
 
 
-def page(spec: Spec, run_dir: Path, stop: threading.Event) -> str:
-    """Write <run>.html beside the run folder, whose files are closed by then; the reason why not, or ''."""
+def page(spec: Spec, run_dir: Path, stop: threading.Event, deadline_s: float = PAGE_S) -> str:
+    """Write <run>.html beside the run folder, whose files are closed by then; its path, or 'none; ' and the reason."""
     log = run_dir.with_name(f".{run_dir.name}.report.log")
-    reason = _run(spec, ["report", str(run_dir), "--force", "--include-invalid"], log, PAGE_S, stop)
+    reason = _run(spec, ["report", str(run_dir), "--force", "--include-invalid"], log, deadline_s, stop)
     log.unlink(missing_ok=True)
-    return reason
+    return f"none; {reason}" if reason else str(run_dir.with_name(f"{run_dir.name}.html"))
 
 
 def _run(spec: Spec, arguments: list[str], log: Path, deadline_s: float, stop: threading.Event) -> str:
@@ -72,6 +72,7 @@ def _run(spec: Spec, arguments: list[str], log: Path, deadline_s: float, stop: t
         if stop.is_set():
             return INTERRUPTED
         return f"launch.py {arguments[0]} did not end within {deadline_s:.0f} s"
+    child.kill_group()
     if ended.code not in (0, 1):
         return f"launch.py {arguments[0]} ended with {ended.code}: {log.read_text(encoding='utf-8', errors='replace')[-500:]}"
     return ""

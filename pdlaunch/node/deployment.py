@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from .allocation import Host, local_hosts, slurm_hosts
 from .contracts import write_json
 from .engines import RunningRank, missing_facts, remove_empty_wrapper_logs, start_rank, stop_ranks
+from .folders import temporary
 from .gate import Readiness, control_ready, expected_workers, look
 from .ports import PortError, Ports
 from .process import Child, StageFailed, indent, stop_together, tail, wait_until
@@ -40,7 +40,7 @@ class Deployment:
     ) -> None:
         self.spec, self.spec_path, self.run_dir, self.stop_event, self.say = spec, spec_path, run_dir, stop, say
         self.redactor = redactor_of(spec)
-        self.tmp_dir = Path(tempfile.mkdtemp(prefix="pdl-"))
+        self.tmp_dir = temporary()
         self.ports = Ports(namespace)
         self.services: list[Child] = []
         self.ranks: list[RunningRank] = []

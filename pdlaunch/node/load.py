@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .contracts import write_json
+from .folders import temporary
 from .process import Child, Exit, tail
 from .spec import LoadPhase, LoadSpec, to_json
 
@@ -151,7 +152,7 @@ def _environment(load: LoadSpec, tmp: str) -> dict[str, str]:
 def _private_tmp() -> str:
     """AIPerf leaves aiperf_mmap_* folders behind; here they go with their parent."""
     base = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="pdl-", dir=base if len(base) <= MAX_TMP_CHARS else "/tmp")
+    return str(temporary(base if len(base) <= MAX_TMP_CHARS else "/tmp"))
 
 
 def judge_phase(phase: LoadPhase, artifacts: Path, ended: Exit | None, log: Path, *, stopped: bool, wall_s: float) -> PhaseResult:

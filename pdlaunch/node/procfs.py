@@ -34,6 +34,15 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
     return fields[0], int(fields[1]), int(fields[2])
 
 
+def started_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot, or None when it is gone: with the pid it names a process for good (proc(5))."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
 def _all() -> dict[int, tuple[str, int, int]]:
     found = {}
     for entry in PROC.iterdir():

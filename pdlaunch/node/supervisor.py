@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import secrets
-import shutil
 import signal
 import sys
 import threading
@@ -21,8 +19,10 @@ from . import afterwards, finish, gate, smoke, snapshots
 from .allocation import job_id
 from .contracts import Events, Verdict
 from .deployment import Deployment, redactor_of
+from .folders import make_run_dir, new_run_dir, remove_abandoned
+from .output import say
 from .process import StageFailed, StopRequested, kill_descendants, wait_until
-from .procfs import adopt_orphans
+from .procfs import adopt_orphans, die_with_parent
 from .spec import LoadPhase, RecallTime, Spec, load_spec
 
 EXIT_VALID, EXIT_VERDICT, EXIT_BAD_INPUT, EXIT_UNEXPECTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
@@ -31,7 +31,8 @@ _STOP_BUDGET_S = {"local": 6.0, "slurm": 16.0}
 _SIGNAL_RACE_S = 0.5
 _HALT_S = 2.0
 _PROGRESS_S, _POLL_S = 10.0, 0.1
-MIN_FREE_GIB = 0.25
+_PAGE_BY_S = 15.0
+"""From a signal to the end of the page of a local run; local.LAST_RESORT_S kills later."""
 
 
 class EndedEarly(Exception):
@@ -41,8 +42,8 @@ class EndedEarly(Exception):
 class Run:
     """State of one job. The stages are methods, in the order in which run() calls them."""
 
-    def __init__(self, spec: Spec, spec_path: Path, run_dir: Path, job: str) -> None:
-        self.spec, self.run_dir = spec, run_dir
+    def __init__(self, spec: Spec, spec_path: Path, run_dir: Path, job: str, launcher: int = 0) -> None:
+        self.spec, self.run_dir, self.launcher = spec, run_dir, launcher
         self.began = time.monotonic()
         self.stop_event = threading.Event()
         self.signal_name = ""
@@ -56,17 +57,23 @@ class Run:
         self.loading = False
 
     def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.began:7.1f} s] {text}", flush=True)
+        say(f"[{time.monotonic() - self.began:7.1f} s] {text}")
 
     def listen(self) -> None:
-        """TERM and INT, and HUP unless it is ignored (nohup)."""
+        """TERM and INT, and HUP unless it is ignored (nohup); a launcher that is gone counts as TERM."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, self._on_signal)
+        if self.launcher:
+            die_with_parent(signal.SIGTERM)
+            if os.getppid() != self.launcher:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         if not self.signal_name:
-            self.signal_name, self.signalled = signal.Signals(signum).name, time.monotonic()
+            orphaned = self.launcher and os.getppid() != self.launcher
+            self.signal_name = "the end of launch.py" if orphaned else signal.Signals(signum).name
+            self.signalled = time.monotonic()
             self.stop_event.set()
 
     def note(self, stage: str, state: Literal["begin", "end", "failed", "note"], **detail: Any) -> None:
@@ -323,26 +330,18 @@ class Run:
         finish.write_manifest(self.spec, self.run_dir, ended)
         return verdict
 
-
-def new_run_dir(spec: Spec, job: str) -> Path:
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    return Path(spec.run.results_dir) / spec.run.recipe / f"{stamp}-{job}"
-
-
-def make_run_dir(run_dir: Path) -> None:
-    """OSError when it is there already, cannot be made, or has too little room for the logs of a run."""
-    if run_dir.exists():
-        raise FileExistsError(errno.EEXIST, "it exists already; each run needs a new one")
-    present = next(p for p in run_dir.parents if p.exists())
-    free_gib = shutil.disk_usage(present).free / 2**30
-    if free_gib < MIN_FREE_GIB:
-        raise OSError(errno.ENOSPC, f"{present} has {free_gib:.2f} GiB free, {MIN_FREE_GIB} GiB are needed")
-    for name in ("logs", "nodes"):
-        (run_dir / name).mkdir(parents=True)
+    def page(self) -> str:
+        """Where the page is, or why there is none. Of a run that was interrupted it has the rest of a short time; Slurm leaves none."""
+        if self.signal_name and self.spec.run.launcher == "local":
+            return afterwards.page(self.spec, self.run_dir, threading.Event(), self.signalled + _PAGE_BY_S - time.monotonic())
+        return afterwards.page(self.spec, self.run_dir, self.stop_event)
 
 
-def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
-    """Run the job of spec_path to its verdict; the exit code is 0 VALID, 1 INVALID or INCOMPLETE, 2, 3 or 130."""
+def supervise(spec_path: Path, run_dir: Path | None = None, launcher: int = 0) -> int:
+    """Run the job of spec_path to its verdict; the exit code is 0 VALID, 1 INVALID or INCOMPLETE, 2, 3 or 130.
+
+    launcher: the parent whose end stops the run, or 0.
+    """
     spec_path = spec_path.resolve()
     spec = load_spec(spec_path)
     job = job_id(os.environ)
@@ -351,13 +350,15 @@ def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
         make_run_dir(run_dir)
         finish.copy_bundle(spec_path.parent, spec_path, run_dir, redactor_of(spec))
     except OSError as e:
-        print(f"{run_dir}: the run folder cannot be made: {e.strerror or e}", file=sys.stderr)
+        say(f"{run_dir}: the run folder cannot be made: {e.strerror or e}", sys.stderr)
         return EXIT_BAD_INPUT
     afterwards.model_config(spec, run_dir)
     adopt_orphans()
-    run = Run(spec, spec_path, run_dir, job)
+    run = Run(spec, spec_path, run_dir, job, launcher)
     run.listen()
     run.say(f"run: {run_dir}")
+    for folder in remove_abandoned(Path("/tmp")):
+        run.say(f"removed {folder}, which a run that was killed had left")
     run.note("job_started", "end", job=job, host=os.uname().nodename, pid=os.getpid(), run_dir=str(run_dir),
              tmp_dir=str(run.deployment.tmp_dir))
     ended, code = _until_the_end(run)
@@ -365,16 +366,13 @@ def supervise(spec_path: Path, run_dir: Path | None = None) -> int:
     try:
         verdict = run.finish(ended)
     except OSError as e:
-        print(f"{run_dir}: the run cannot be archived: {e}", file=sys.stderr, flush=True)
+        say(f"{run_dir}: the run cannot be archived: {e}", sys.stderr)
         return EXIT_UNEXPECTED
-    print(verdict.line, flush=True)
+    say(verdict.line)
     for reason in verdict.reasons:
-        print(f"  {reason}", flush=True)
-    print(f"archive: {run_dir}", flush=True)
-    if why := afterwards.page(spec, run_dir, run.stop_event):
-        print(f"page: none; {why}", flush=True)
-    else:
-        print(f"page: {run_dir.with_name(run_dir.name + '.html')}", flush=True)
+        say(f"  {reason}")
+    say(f"archive: {run_dir}")
+    say(f"page: {run.page()}")
     if run.stop_event.is_set():
         return code or EXIT_INTERRUPTED
     return code or (EXIT_VALID if verdict.verdict == "VALID" else EXIT_VERDICT)
@@ -395,6 +393,6 @@ def _until_the_end(run: Run) -> tuple[str, int]:
     except Exception as e:  # noqa: BLE001 - the top level of the node: whatever it was, the job is stopped, judged and archived
         trace = traceback.format_exc()
         run.note("job_started", "failed", reason=trace)
-        print(trace, file=sys.stderr, flush=True)
+        say(trace, sys.stderr)
         return f"unexpected: {type(e).__name__}: {e}", EXIT_UNEXPECTED
     return "", 0

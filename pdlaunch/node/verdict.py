@@ -258,24 +258,32 @@ def policy_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
 
 def plan_rules(spec: Spec, evidence: Evidence) -> Iterator[Check]:
     """With mixed heads every rank of both roles must have said that the patch is active in it, and each decode rank that it reads by the
-    per-region plan; silence means that other code served. The lines are those of the patch series (proof.log_patterns)."""
+    per-region plan; silence means that other code served. The lines are those of the patch series (proof.log_patterns).
+
+    Silence shows something only where the rank had reason to speak: the first line comes before a worker registers, the second with the
+    first hand-over.
+    """
     if not (spec.proof.mixed_heads and spec.proof.disaggregated):
         return
-    for label, roles in (("active_line", ("prefill", "decode")), ("plan_line", ("decode",))):
+    registered = evidence.get("gate.ready") is True
+    served = registered and evidence.get("gate.deployment.failure") is not None
+    for label, roles, due in (("active_line", ("prefill", "decode"), registered), ("plan_line", ("decode",), served)):
         if label in spec.proof.log_patterns:
             for engine in (e for e in spec.engines if e.role in roles):
-                yield _rank_lines(evidence, engine, label)
+                yield _rank_lines(evidence, engine, label, due)
 
 
-def _rank_lines(evidence: Evidence, engine: EngineSpec, label: str) -> Check:
+def _rank_lines(evidence: Evidence, engine: EngineSpec, label: str, due: bool) -> Check:
     keys = [f"log.{name}.pattern.{label}.distinct" for name in
             (engine.name, *(f"{engine.name}.r{rank}" for rank in range(1, len(engine.ranks))))]
     values = [evidence.get(key) for key in keys]
     known = [v for v in values if v is not None]
     source = next((evidence.values[k].source for k in keys if k in evidence.values), "")
     title = {"active_line": "patch active in", "plan_line": "plan lines of"}[label]
-    return Check(f"{title} {engine.name}", sum(known) >= engine.tensor_parallel if known else None,
-                 f"{sum(known)} of {engine.tensor_parallel} {engine.role} ranks", f"{engine.tensor_parallel}", source)
+    enough = sum(known) >= engine.tensor_parallel
+    when = "" if due else ", when the run had not come to registration" if label == "active_line" else ", before the first completion"
+    return Check(f"{title} {engine.name}", True if enough else False if known and due else None,
+                 f"{sum(known)} of {engine.tensor_parallel} {engine.role} ranks{when}", f"{engine.tensor_parallel}", source)
 
 
 def _real(spec: Spec) -> bool:

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import IO, Any
 from . import gpus
 from .contracts import utc_now, write_json
 from .fabric import read_counters
+from .folders import remove_abandoned, temporary
 from .node_facts import (
     SHOWN_ENVIRONMENT,
     disk_free_gib,
@@ -36,6 +36,7 @@ from .node_facts import (
     interface_address,
     site_packages,
 )
+from .output import say
 from .ports import PortError, Ports
 from .process import Child, Exit, StageFailed, StopRequested, kill_descendants
 from .procfs import SHM, adopt_orphans, command_line, descendants, die_with_parent, every_pid, shm_held_by
@@ -336,11 +337,13 @@ def wrap(task: Task) -> int:
     wrapper = Wrapper(task, control)
     wrapper.log.parent.mkdir(parents=True, exist_ok=True)
     ports = Ports(f"{task.values['namespace']}/{task.process}")
-    tmp_dir = Path(tempfile.mkdtemp(prefix="pdl-", dir=task.tmp_parent))
+    if task.tmp_parent is None:
+        remove_abandoned()
+    tmp_dir = temporary(task.tmp_parent)
     try:
         return wrapper.run(tmp_dir, ports)
     except (StageFailed, PortError) as e:
-        print(e, file=sys.stderr, flush=True)
+        say(str(e), sys.stderr)
         return EXIT_NOT_STARTED
     except StopRequested:
         return 0

@@ -77,9 +77,16 @@ def owned(parent: Path, **changes: object) -> Path:
     return folder
 
 
+def process_start(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def test_only_folders_whose_owner_is_known_to_be_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
     gone = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
+    zombie = owned(tmp_path, pid=gone.pid, started_ticks=process_start(gone.pid))
+    assert folders.remove_abandoned() == [zombie]
     gone.wait()
     ticks = started_ticks(os.getpid())
     assert ticks is not None
@@ -109,7 +116,7 @@ def test_only_folders_whose_owner_is_known_to_be_gone_are_removed(tmp_path: Path
 def test_a_folder_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = owned(tmp_path, started_ticks=1)
-    monkeypatch.setattr(folders.os, "getuid", lambda: folder.stat().st_uid + 1)
-    assert folders.remove_abandoned() == []
-    monkeypatch.undo()
+    with monkeypatch.context() as other:
+        other.setattr(folders.os, "getuid", lambda: folder.stat().st_uid + 1)
+        assert folders.remove_abandoned() == []
     assert folders.remove_abandoned(tmp_path) == [folder]

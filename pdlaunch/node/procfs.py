@@ -35,12 +35,14 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def started_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot, or None when it is gone: with the pid it names a process for good (proc(5))."""
+    """When a process started, in clock ticks since boot: with the pid it names a process for good (proc(5)). None when it is gone; a
+    zombie is."""
     try:
         text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return int(text.rpartition(")")[2].split()[19])
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _all() -> dict[int, tuple[str, int, int]]:

@@ -35,6 +35,11 @@ class Run:
         lines = (self.folder / "events.jsonl").read_text().splitlines()
         return [(line["stage"], line["state"]) for line in map(json.loads, lines)]
 
+    def tmp_dir(self) -> Path:
+        """The temporary folder that the run had."""
+        first = (self.folder / "events.jsonl").read_text().splitlines()[0]
+        return Path(json.loads(first)["tmp_dir"])
+
     def explain(self) -> str:
         """What a failing test shows: the verdict and the end of the output."""
         path = self.folder / "verdict.json"
@@ -68,31 +73,51 @@ def run_here(recipe: str, results: Path, *settings: str) -> Run:
     return Run(only_run(results, recipe), done.returncode, output)
 
 
+class Started:
+    """launch.py in a process group of its own, running a recipe; output: where its lines go, a file by default."""
+
+    def __init__(self, recipe: str, results: Path, *settings: str, output: int | None = None) -> None:
+        self.recipe, self.results, self.log = recipe, results, results / "output.txt"
+        argv = launch_argv("submit", "--recipe", recipe, "--cluster", "local", "--local", "--out", str(results / f"bundle-{recipe}"))
+        for setting in (f"cluster.results_dir={results}", *settings):
+            argv += ["--set", setting]
+        with self.log.open("w") as out:
+            self.child = subprocess.Popen(argv, cwd=ROOT, stdout=out if output is None else output, stderr=subprocess.STDOUT,
+                                          stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def event(self, stage: str) -> dict[str, Any] | None:
+        """The first event of a stage that the run has written."""
+        for path in (self.results / self.recipe).glob("*/events.jsonl"):
+            for line in path.read_text().splitlines():
+                if f'"stage": "{stage}"' in line:
+                    return dict(json.loads(line))
+        return None
+
+    def wait_for(self, stage: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while self.event(stage) is None:
+            assert self.child.poll() is None and time.monotonic() < end, f"{stage} was not reached:\n{self.log.read_text()[-4000:]}"
+            time.sleep(0.05)
+
+    def end(self, deadline_s: float) -> Run:
+        """Wait for the command; it is killed at the deadline, and the run then ends by itself."""
+        try:
+            code = self.child.wait(deadline_s)
+        finally:
+            if self.child.poll() is None:
+                self.child.kill()
+                self.child.wait(10)
+        return Run(only_run(self.results, self.recipe), code, self.log.read_text())
+
+
 def interrupt_at(recipe: str, results: Path, stage: str, signum: int = signal.SIGINT) -> tuple[Run, float]:
     """Start a run, send signum when `stage` begins; the run and the seconds from the signal to the end of the command."""
-    argv = launch_argv("submit", "--recipe", recipe, "--cluster", "local", "--local", "--out", str(results / f"bundle-{recipe}"),
-                       "--set", f"cluster.results_dir={results}")
-    log = results / "output.txt"
-    with log.open("w") as out:
-        child = subprocess.Popen(argv, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        try:
-            end = time.monotonic() + DEADLINE_S
-            while not _reached(results / recipe, stage):
-                assert child.poll() is None and time.monotonic() < end, f"{stage} was not reached:\n{log.read_text()[-4000:]}"
-                time.sleep(0.05)
-            sent = time.monotonic()
-            child.send_signal(signum)
-            code = child.wait(60)
-            took_s = time.monotonic() - sent
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait(10)
-    return Run(only_run(results, recipe), code, log.read_text()), took_s
-
-
-def _reached(recipe_results: Path, stage: str) -> bool:
-    return any(f'"stage": "{stage}"' in path.read_text() for path in recipe_results.glob("*/events.jsonl"))
+    started = Started(recipe, results)
+    started.wait_for(stage)
+    sent = time.monotonic()
+    started.child.send_signal(signum)
+    run = started.end(60)
+    return run, time.monotonic() - sent
 
 
 def processes_with(text: str) -> list[str]:

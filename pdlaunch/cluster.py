@@ -88,7 +88,7 @@ class Container:
     """How steps run inside a container through pyxis/enroot."""
 
     mounts: tuple[str, ...] = ()
-    """--container-mounts, each SRC:DST[:flags]. Models, results and the bundle must be among them."""
+    """--container-mounts, each SRC:DST[:flags]. Models, results and the bundle must be below them, at the same path on both sides."""
     python: str = "python3"
     """Python inside the image that has Dynamo and vLLM."""
     args: tuple[str, ...] = ()

@@ -273,4 +273,9 @@ def _check_choices(recipe: Recipe, role: RoleName, program: str) -> None:
             )
         choices = known[table[name]]["choices"] if name in table else None
         if choices and str(value) not in choices:
-            raise RecipeError(f"{name} {value!r}", where=where, rule=f"one of {', '.join(choices)}", hint=nearest(str(value), choices))
+            raise RecipeError(
+                f"{name} {value!r}",
+                where=where,
+                rule=f"one of {', '.join(choices)}",
+                hint=nearest(str(value), choices) or nearest(str(value).upper(), choices),
+            )

@@ -9,6 +9,7 @@ from pathlib import Path
 from pdlaunch import engine, modelcheck
 from pdlaunch.cluster import Cluster, Environment, environment_for
 from pdlaunch.errors import PatchError, RecipeError
+from pdlaunch.flags import flag_list
 from pdlaunch.node.spec import (
     SCHEMA_VERSION,
     AgreementSpec,
@@ -23,11 +24,12 @@ from pdlaunch.node.spec import (
     Spec,
 )
 from pdlaunch.patching import expected_hashes
-from pdlaunch.patchseries import load_series
+from pdlaunch.patchseries import Series, load_series
 from pdlaunch.placement import Placement, place
 from pdlaunch.planner.pair import PER_GROUP_PATCH, PER_REGION_PATCH
 from pdlaunch.planner.rules import Finding
 from pdlaunch.recipe import Recipe
+from pdlaunch.recipe_rules import check_nixl_delay
 from pdlaunch.yamlfile import nearest
 
 LOG_PATTERNS = {
@@ -43,6 +45,8 @@ LOG_PATTERNS = {
 """Patch -> lines that its code logs (ACTIVE_LOG and PLAN_LOG of region_heads.py, group_pages.py), counted as proof that it served; of
 stacked patches the topmost one that a recipe lists."""
 DISTRIBUTIONS = {"dynamo": "ai-dynamo", "vllm": "vllm", "nixl": "nixl"}
+_KEY_OF = {"vllm": "vllm", "nixl-cu12": "nixl"}
+"""Distribution that patches of series.yaml belong to -> key of the recipe's versions."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,9 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
         if environment is None:
             raise RecipeError("no environments", where=cluster.source.where("environments"), rule="at least one")
     else:
-        _known_patches(recipe, context.repository)
+        series = load_series(context.repository / "patches" / "series.yaml")
+        _check_patches(recipe, series)
+        check_nixl_delay(recipe)
         environment = environment_for(cluster, recipe.patches, recipe.source)
     checked = modelcheck.check(recipe, cluster, config_path(recipe, cluster, context.repository))
     placement = place(recipe, cluster)
@@ -136,19 +142,51 @@ def build(recipe: Recipe, cluster: Cluster, context: Context) -> Job:
         http_port=cluster.network.http_port,
         gpu_telemetry_url=cluster.gpu_telemetry_url,
     )
-    return Job(recipe, cluster, environment, placement, paths, spec, context, checked.warnings, checked.notes)
+    return Job(recipe, cluster, environment, placement, paths, spec, context, (*_other_rules(recipe), *checked.warnings), checked.notes)
 
 
-def _known_patches(recipe: Recipe, root: Path) -> None:
-    known = [patch.name for patch in load_series(root / "patches" / "series.yaml").patches]
-    for name in recipe.patches:
+def _check_patches(recipe: Recipe, series: Series) -> None:
+    """RecipeError on a patch that series.yaml does not know, or whose package the recipe serves in another version."""
+    known = {patch.name: patch for patch in series.patches}
+    serving = recipe_versions(recipe)
+    for i, name in enumerate(recipe.patches):
+        where = recipe.source.where(("patches", i))
         if name not in known:
             raise RecipeError(
                 f"unknown patch {name!r}",
-                where=recipe.source.where("patches"),
+                where=where,
                 rule=f"patches of patches/series.yaml: {', '.join(known)}",
                 hint=nearest(name, known),
             )
+        patch = known[name]
+        package = next((d for d in patch.distributions if d in serving), None)
+        if package is None or serving[package] == patch.version:
+            continue
+        other = name.replace(patch.version, serving[package])
+        key = f"versions.{_KEY_OF[package]}"
+        raise RecipeError(
+            f"{name} is for {_KEY_OF[package]} {patch.version}, and {key} is {serving[package]}",
+            where=where,
+            rule="a patch and the version of its package agree",
+            hint=f"{key}: {patch.version}" + (f"; {other} is the patch for {serving[package]}" if other in known else ""),
+        )
+
+
+def recipe_versions(recipe: Recipe) -> dict[str, str]:
+    """Distribution, as series.yaml names it -> version that the recipe serves, without a local part."""
+    return {distribution: getattr(recipe.versions, key).partition("+")[0] for distribution, key in _KEY_OF.items()}
+
+
+def _other_rules(recipe: Recipe) -> list[Finding]:
+    """A warning for each version whose flags and rules are not those that everything here is checked against."""
+    known = flag_list("dynamo.vllm").versions
+    found = []
+    for key, distribution in (("vllm", "vllm"), ("dynamo", "ai-dynamo")):
+        version = getattr(recipe.versions, key).partition("+")[0]
+        if version != known[distribution]:
+            message = f"versions.{key} is {version}: flags, shapes and transfers are checked by the rules of {known[distribution]}"
+            found.append(Finding("warning", "other-version", message, f"versions.{key}: {known[distribution]}"))
+    return found
 
 
 def _run(recipe: Recipe, cluster: Cluster, context: Context) -> RunInfo:
@@ -233,6 +271,6 @@ def _file_hashes(recipe: Recipe, root: Path) -> dict[str, str]:
     """What the patched files, and those that no listed patch may have touched, must hash to where the engines run."""
     series = load_series(root / "patches" / "series.yaml")
     try:
-        return expected_hashes(series, recipe.patches)
+        return expected_hashes(series, recipe.patches, series.serving_versions | recipe_versions(recipe))
     except PatchError as e:
         raise PatchError(e.what, where=recipe.source.where("patches"), rule=e.rule, hint=e.hint) from None

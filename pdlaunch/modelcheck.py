@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pdlaunch.cluster import Cluster
 from pdlaunch.errors import PlanError, RecipeError, Where
+from pdlaunch.flags import flag_list
 from pdlaunch.node.prompts import MIN_PROMPT_TOKENS
 from pdlaunch.node.spec import PageSmoke, SmokePrompt, TransferGroup, TransferPrediction
 from pdlaunch.planner.capacity import plan_layout
@@ -29,6 +30,8 @@ SMOKE_ANSWER_TOKENS = 24
 SMOKE_SPREAD_TOKENS = 64
 """At least so many lengths are good for a prompt beyond the window: notes of a prompt have about 14 tokens."""
 
+ASSUMED_BACKEND = "FLASH_ATTN"
+
 
 @dataclass(frozen=True)
 class ModelCheck:
@@ -40,12 +43,37 @@ class ModelCheck:
     page_smoke: PageSmoke | None = None
 
 
+def asked_backend(recipe: Recipe, role: RoleName, cluster: Cluster) -> str:
+    """The attention backend of a role; on the CPU vLLM takes its own whatever is asked for."""
+    asked = recipe.args_of(role).attention_backend
+    return "CPU_ATTN" if cluster.device == "cpu" else ASSUMED_BACKEND if asked in (None, "auto") else str(asked)
+
+
+def unpriced_backends(recipe: Recipe, cluster: Cluster) -> list[Finding]:
+    """A warning for each role whose attention backend the planner has no block sizes of: role_shape then takes ASSUMED_BACKEND.
+
+    An error where the other role has another one: in a shape the two may look alike.
+    """
+    found = []
+    asked = {role: asked_backend(recipe, role, cluster) for role in recipe.engines.present()}
+    pair = {asked[role] for role in ROLES if role in asked}
+    if len(pair) == 2 and not pair <= set(BACKENDS):
+        message = f"attention backend {asked['prefill']} at prefill, {asked['decode']} at decode; vLLM: NIXL compatibility hash mismatch"
+        found.append(Finding("error", "attention-backend", message, "the same attention backend on both roles"))
+    for role, backend in asked.items():
+        if backend not in BACKENDS:
+            known = [name for name in flag_list("dynamo.vllm").by_name["--attention-backend"]["choices"] if name in BACKENDS]
+            message = f"{role}: block sizes, capacity and the hand-over are not known with {backend}: what is said is for {ASSUMED_BACKEND}"
+            found.append(Finding("warning", "backend-unknown", message, f"attention_backend: one of {', '.join(known)}"))
+    return found
+
+
 def role_shape(recipe: Recipe, role: RoleName, cluster: Cluster) -> RoleShape:
     """The planner's shape of a role: the recipe's values, vLLM's defaults where it has none."""
     engine, args = recipe.engines.present()[role], recipe.args_of(role)
-    backend = "CPU_ATTN" if cluster.device == "cpu" else args.attention_backend or "FLASH_ATTN"
+    backend = asked_backend(recipe, role, cluster)
     if backend not in BACKENDS:
-        backend = "FLASH_ATTN"
+        backend = ASSUMED_BACKEND
     shape = RoleShape(
         tensor_parallel=engine.tensor_parallel,
         pipeline_parallel=engine.pipeline_parallel,
@@ -116,7 +144,7 @@ def _findings(recipe: Recipe, cluster: Cluster, model: Model) -> list[Finding]:
         found = role_findings(model, "agg", role_shape(recipe, "agg", cluster))
     if recipe.engines.control is not None:
         found = role_findings(model, "control", role_shape(recipe, "control", cluster)) + found
-    return found
+    return found + unpriced_backends(recipe, cluster)
 
 
 CONTEXT_PARALLEL = ("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size", "-pcp")

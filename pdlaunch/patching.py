@@ -387,8 +387,12 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.names:
             raise PatchError(f"{options.verb}: no patch is named", rule=f"names behind {options.verb}", hint="status lists them")
         move = apply if options.verb == "apply" else revert
-        for path in move(options.site_packages, series, options.names, dry_run=options.dry_run):
+        changed = move(options.site_packages, series, options.names, dry_run=options.dry_run)
+        for path in changed:
             print(f"{'would change' if options.dry_run else 'changed'} {path}")
+        if not changed:
+            is_not = "" if options.verb == "apply" else "not "
+            print(f"nothing to change: {', '.join(options.names)} {'is' if len(options.names) == 1 else 'are'} {is_not}applied")
         return EXIT_OK
     except LaunchError as e:
         print(e, file=sys.stderr)

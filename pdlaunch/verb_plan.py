@@ -160,6 +160,8 @@ def _of_recipe(options: dict[str, Any]) -> tuple[Model, dict[str, RoleShape], fr
     roles: dict[str, RoleShape] = {
         role: modelcheck.role_shape(recipe, role, cluster) for role in recipe.engines.present() if role != "control"
     }
+    for finding in modelcheck.unpriced_backends(recipe, cluster):
+        click.echo(f"warning: {finding.message}", err=True)
     return model, roles, frozenset(recipe.patches)
 
 

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from pdlaunch import nosecrets
 from pdlaunch.errors import RecipeError, Where
 
 KeyPath = tuple[str | int, ...]
@@ -50,6 +49,8 @@ class Document:
         name = dotted(path)
         for part in [name, *(dotted(path[:n]) for n in range(len(path) - 1, 0, -1))]:
             if part in self.overrides:
+                from pdlaunch import nosecrets  # not at the top: images are patched with this module, without pdlaunch/node
+
                 return Where(key="--set " + nosecrets.shown(f"{self.prefix}{part}={self.overrides[part]}"))
         line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), 1)
         return Where(self.path, line, name or None)
@@ -159,6 +160,8 @@ def override(document: Document, settings: typing.Iterable[str], prefix: str = "
     RecipeError names the override. A secret in the file or in a setting is refused first: no later message can repeat it.
     """
     import copy
+
+    from pdlaunch import nosecrets
 
     if (found := nosecrets.secret_at(document.data)) is not None:
         raise nosecrets.refusal(document.where(found))

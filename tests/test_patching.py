@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -349,7 +351,12 @@ def test_module_command_line(site: Path, series: patching.Series, capsys: pytest
     assert "unknown patch 'three'" in capsys.readouterr().err
     assert patching.main(["apply", "one", "--dry-run", *options]) == 0
     assert "would change engine/core.py" in capsys.readouterr().out
+    assert patching.main(["revert", "one", "--dry-run", *options]) == 0
+    assert capsys.readouterr().out == "nothing to change: one is not applied\n"
     assert patching.main(["apply", "one", *options]) == 0
+    assert capsys.readouterr().out.startswith("changed engine/core.py\n")
+    assert patching.main(["apply", "one", *options]) == 0
+    assert capsys.readouterr().out == "nothing to change: one is applied\n"
     assert patching.main(["verify", "one", *options]) == 0
     assert sha(ONE["engine/core.py"]) in capsys.readouterr().out
     assert patching.main(["verify", "two", *options]) == 2
@@ -357,6 +364,19 @@ def test_module_command_line(site: Path, series: patching.Series, capsys: pytest
     write(site, {"engine/core.py": "edited\n"})
     assert patching.main(["status", *options]) == 1
     assert patching.main(["revert", "one", *options]) == 2
+
+
+def test_files_of_the_containerfile_are_enough_to_patch(tmp_path: Path, site: Path) -> None:
+    copied = re.findall(r"^COPY (.*) /opt/pdlaunch/(\S+)/$", (ROOT / "patches" / "Containerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {folder for _, folder in copied} == {"pdlaunch", "patches"}
+    for patterns, folder in copied:
+        (tmp_path / "image" / folder).mkdir(parents=True)
+        for path in (p for pattern in patterns.split() for p in ROOT.glob(pattern)):
+            shutil.copyfile(path, tmp_path / "image" / folder / path.name)
+    command = [sys.executable, "-m", "pdlaunch.patching", "status", "--site-packages", str(site)]
+    done = subprocess.run(command, cwd=tmp_path / "image", capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "vllm-0.31.0-nixl-per-region-kv-heads" in done.stdout
 
 
 def test_read_only_folder_is_a_message(site: Path, series: patching.Series, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,72 @@ BAD = [
         RecipeError,
         ["is there twice"],
     ),
+    ("tiny-p1d1", "local", ["patches=[banana]"], RecipeError, ["--set patches=[banana]: unknown patch 'banana'"]),
+    (
+        "tiny-p1d1",
+        "local",
+        ["patches=[nixl-1.4.1-progres-thread-delay]"],
+        RecipeError,
+        ["unknown patch", "did you mean 'nixl-1.4.1-progress-thread-delay'?"],
+    ),
+    ("tiny-p1d1", "local", ["versions.nixl=1.5.0"], RecipeError, ["patches[0]", "is for nixl 1.4.1, and versions.nixl is 1.5.0"]),
+    (
+        "gemma4-p4d8-hybrid",
+        "example",
+        ["versions.vllm=0.30.0"],
+        RecipeError,
+        ["patches[0]: vllm-0.31.0-nixl-per-region-kv-heads is for vllm 0.31.0, and versions.vllm is 0.30.0", "next: versions.vllm: 0.31.0"],
+    ),
+    (
+        "gemma4-p4d8-hybrid",
+        "example",
+        ["versions.vllm=0.32.0"],
+        RecipeError,
+        ["versions.vllm: 0.31.0; vllm-0.32.0-nixl-per-region-kv-heads is the patch for 0.32.0"],
+    ),
+    ("gemma4-p8d8", "example", ["engine_args.attention_backend=BANANA"], RecipeError, ["attention_backend 'BANANA'", "TRITON_ATTN"]),
+    ("gemma4-p8d8", "example", ["engine_args.attention_backend=triton_attn"], RecipeError, ["did you mean 'TRITON_ATTN'?"]),
+    (
+        "gemma4-p8d8",
+        "example",
+        ["engines.decode.engine_args.attention_backend=FLASH_ATTN_HD256"],
+        RecipeError,
+        ["engines.decode.engine_args.attention_backend", "did you mean 'FLASH_ATTN'?"],
+    ),
+    (
+        "gemma4-p8d8",
+        "example",
+        ["engines.decode.engine_args.attention_backend=FLEX_ATTENTION"],
+        PlanError,
+        ["attention backend FLASH_ATTN at prefill, FLEX_ATTENTION at decode", "hash mismatch"],
+    ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "codes"),
+    [
+        ((), []),
+        (("versions.vllm=0.31.0+cpu",), []),
+        (("engine_args.attention_backend=TRITON_ATTN",), []),
+        (("engine_args.attention_backend=auto",), []),
+        (("versions.vllm=0.32.0",), ["other-version"]),
+        (("versions.dynamo=1.7.0",), ["other-version"]),
+        (("engine_args.attention_backend=FLEX_ATTENTION",), ["backend-unknown", "backend-unknown"]),
+    ],
+    ids=str,
+)
+def test_what_the_checks_do_not_know_is_a_warning(settings: tuple[str, ...], codes: list[str]) -> None:
+    assert [w.code for w in build("gemma4-p8d8", "example", settings).warnings] == codes
+
+
+def test_hashes_are_those_of_the_versions_that_the_recipe_names() -> None:
+    stock = build("gemma4-p8d8", "example").spec.proof.file_sha256
+    newer = build("gemma4-p8d8", "example", ("versions.vllm=0.32.0",)).spec.proof.file_sha256
+    older = build("gemma4-p8d8", "example", ("versions.vllm=0.30.0",)).spec.proof.file_sha256
+    metadata = "vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py"
+    assert stock[metadata] != newer[metadata]
+    assert metadata not in older
 
 
 @pytest.mark.parametrize(("name", "site", "settings", "error", "parts"), BAD, ids=[f"{b[0]}-{' '.join(b[2]) or b[1]}"[:70] for b in BAD])

@@ -3,8 +3,8 @@
 Run it with the Python of an engine environment, from the repository root:
     .envs/engine-stock/bin/python tools/make_flag_lists.py pdlaunch/data
 Each file: {"program", "versions", "abbreviations", "flags": [{"names", "values", "choices", "env"}]}
-values is the number of arguments that argparse takes ("0", "1", "?", "*", "+"); env is the variable that sets the same thing, from
-the help text of Dynamo's own arguments.
+values is the number of arguments that argparse takes ("0", "1", "?", "*", "+"); choices are argparse's, and for --attention-backend those
+of vLLM's registry; env is the variable that sets the same thing, from the help text of Dynamo's own arguments.
 """
 
 from __future__ import annotations
@@ -104,7 +104,16 @@ def _flags(parsers: list[argparse.ArgumentParser]) -> list[dict[str, Any]]:
                 "choices": choices,
                 "env": env.group(1) if env else None,
             }
+    if "--attention-backend" in flags:
+        flags["--attention-backend"]["choices"] = attention_backends()
     return [flags[name] for name in sorted(flags)]
+
+
+def attention_backends() -> list[str]:
+    """Names that the parser leaves to AttentionConfig: those of the enum that have a class, and auto."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return sorted(["auto", *(name for name, member in AttentionBackendEnum.__members__.items() if member.value)])
 
 
 def main(folder: Path) -> None:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
-from pdlaunch.node.gate import Readiness, expected_workers, first_completion, judge_ready, look
+from pdlaunch.node.gate import Readiness, expected_workers, first_completion, judge_ready, look, unregistered
 from pdlaunch.node.spec import Proof
 from tests.fakes.raw_server import answering, raw_server, respond
 from tests.fakes.specs import engine, spec
@@ -16,6 +17,14 @@ EXPECTED = {"prefill": 1, "decode": 1}
 def ready_body(ready=True, namespace="ns", **workers):
     types = {name: {"workers": count, "needs": []} for name, count in workers.items()}
     return {"model": "m", "ready": ready, "namespaces": {namespace: {"ready": ready, "worker_types": types}}}
+
+
+def test_engines_that_have_not_registered_are_named_as_far_as_a_count_tells():
+    engines = [engine(r, ("x",), {}, "dynamo.vllm") for r in ("prefill", "decode", "control")]
+    engines.append(replace(engines[1], name="decode-1", replica=1))
+    assert unregistered(engines, {}) == "; not registered: prefill-0, decode-0, decode-1"
+    assert unregistered(engines, {"prefill": 1, "decode": 1}) == "; not registered: 1 of decode-0, decode-1"
+    assert unregistered(engines, {"prefill": 1, "decode": 2}) == unregistered(engines, {"prefill": 1, "decode": 3}) == ""
 
 
 def test_expected_workers_counts_engines_per_worker_type():

@@ -142,7 +142,7 @@ def test_engines_that_never_get_ready_end_at_the_deadline_with_what_is_missing(j
     deadlines = Deadlines(control_plane_s=60, engines_s=12, stop_s=8)
     one = job(fake_pair(tmp_path, (fake_frontend("never_ready"),), deadlines=deadlines))
     assert one.end() == 1
-    assert "engines to be ready: not there after 12 s; decode: 0 of 1" in one.text()
+    assert "engines to be ready: not there after 12 s; decode: 0 of 1; not registered: decode-0\n" in one.text()
     assert one.verdict()["verdict"] == "INCOMPLETE"
     assert json.loads((one.run_dir / "gate.json").read_text())["found"] == {"prefill": 1, "decode": 0}
     assert_archived(one)

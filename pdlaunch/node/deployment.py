@@ -13,7 +13,7 @@ from .allocation import Host, local_hosts, slurm_hosts
 from .contracts import write_json
 from .engines import RunningRank, missing_facts, remove_empty_wrapper_logs, start_rank, stop_ranks
 from .folders import temporary
-from .gate import Readiness, control_ready, expected_workers, look
+from .gate import Readiness, control_ready, expected_workers, look, unregistered
 from .ports import PortError, Ports
 from .process import Child, StageFailed, indent, stop_together, tail, wait_until
 from .redact import Redactor
@@ -114,7 +114,9 @@ class Deployment:
 
         def state() -> str:
             missing = missing_facts(self.ranks)
-            return f"no facts from {', '.join(missing)}" if missing else last.failure or "the control engine is not healthy"
+            if missing:
+                return f"no facts from {', '.join(missing)}"
+            return last.failure + unregistered(self.spec.engines, last.found) if last.failure else "the control engine is not healthy"
 
         def ready() -> bool:
             nonlocal last

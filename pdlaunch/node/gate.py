@@ -50,6 +50,17 @@ def expected_workers(engines: Sequence[EngineSpec]) -> dict[str, int]:
     return expected
 
 
+def unregistered(engines: Sequence[EngineSpec], found: dict[str, int]) -> str:
+    """Engines of the roles of which workers are missing, as '; not registered: decode-0', or ''. A count does not tell which of several."""
+    expected = expected_workers(engines)
+    names = []
+    for worker, count in expected.items():
+        of_role = [e.name for e in engines if WORKER_TYPES.get(e.role) == worker]
+        if missing := max(0, count - found.get(worker, 0)):
+            names.append(", ".join(of_role) if missing == count else f"{missing} of {', '.join(of_role)}")
+    return f"; not registered: {', '.join(names)}" if names else ""
+
+
 def look(base_url: str, model: str, namespace: str, expected: dict[str, int], stop: threading.Event | None = None) -> Readiness:
     """Ask the frontend once. Anything but the expected answer is 'not yet', with the reason."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
 
 
@@ -18,6 +19,16 @@ def say(text: str, stream: TextIO | None = None) -> None:
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
     except (OSError, ValueError):
         _give_up(out)
+
+
+def as_typed(text: str, launcher: int) -> str:
+    """text without the current folder of the process `launcher` at its start: a path as whoever started it may type it. 0: unchanged."""
+    if not launcher:
+        return text
+    try:
+        return text.removeprefix(f"{str(Path(f'/proc/{launcher}/cwd').readlink()).rstrip('/')}/")
+    except OSError:
+        return text
 
 
 def _give_up(out: TextIO) -> None:

@@ -20,7 +20,7 @@ from .allocation import job_id
 from .contracts import Events, Verdict
 from .deployment import Deployment, redactor_of
 from .folders import make_run_dir, new_run_dir, remove_abandoned
-from .output import say
+from .output import as_typed, say
 from .process import StageFailed, StopRequested, kill_descendants, wait_until
 from .procfs import adopt_orphans, die_with_parent
 from .spec import LoadPhase, RecallTime, Spec, load_spec
@@ -371,8 +371,8 @@ def supervise(spec_path: Path, run_dir: Path | None = None, launcher: int = 0) -
     say(verdict.line)
     for reason in verdict.reasons:
         say(f"  {reason}")
-    say(f"archive: {run_dir}")
-    say(f"page: {run.page()}")
+    say(f"archive: {as_typed(str(run_dir), launcher)}")
+    say(f"page: {as_typed(run.page(), launcher)}")
     if run.stop_event.is_set():
         return code or EXIT_INTERRUPTED
     return code or (EXIT_VALID if verdict.verdict == "VALID" else EXIT_VERDICT)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdlaunch.bundle import sha256_of
+from pdlaunch import manifest as manifests
 from pdlaunch.errors import ArchiveError
+from pdlaunch.manifest import MANIFEST
 from pdlaunch.node.contracts import Evidence, Verdict
 from pdlaunch.node.spec import Spec, SpecError, load_spec
-
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,8 @@ def find(name: str, results: Path) -> Path:
 @dataclass(frozen=True)
 class Verification:
     changed: tuple[str, ...]
-    """Files whose bytes are not those of the manifest."""
     missing: tuple[str, ...]
     foreign: tuple[str, ...]
-    """Files that the manifest does not name."""
     judged: tuple[str, ...]
     """Differences between the stored evidence, verdict or manifest and what the files of the run give now."""
     verdict: str
@@ -95,37 +92,18 @@ class Verification:
 
 def verify(run: Path) -> Verification:
     """Check every file against manifest.json; when all fit, judge again offline. ArchiveError when the folder is not a finished run."""
-    manifest = _manifest(run)
+    manifest = manifests.read(run)
     named: dict[str, str] = manifest["files"]
-    here = {str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() or p.is_symlink()} - {MANIFEST}
-    missing = tuple(sorted(set(named) - here))
-    foreign = tuple(sorted(here - set(named)))
-    changed = tuple(sorted(name for name in set(named) & here if (run / name).is_symlink() or sha256_of(run / name) != named[name]))
-    if changed or missing:
-        return Verification(changed, missing, foreign, (), "", len(named))
+    found = manifests.differences(run, named)
+    if found.changed or found.missing:
+        return Verification(found.changed, found.missing, found.foreign, (), "", len(named))
     try:
-        judged = tuple(_judge_again(run, manifest, foreign=bool(foreign)))
+        judged = tuple(_judge_again(run, manifest, foreign=bool(found.foreign)))
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as e:
         raise ArchiveError(
             f"{run} cannot be judged again: {e!r}", rule="files as this version of the project writes them", hint="launch.py status RUN"
         ) from None
-    return Verification(changed, missing, foreign, judged, read(run).verdict, len(named))
-
-
-def _manifest(run: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((run / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArchiveError(
-            f"{run} has no {MANIFEST}",
-            rule="a run that was archived: the manifest is written last",
-            hint="the run was cut off, or the folder is not one of a run",
-        ) from None
-    except (ValueError, RecursionError) as e:
-        raise ArchiveError(f"{run / MANIFEST} is damaged: {e}", rule="JSON") from None
-    if not isinstance(manifest, dict) or manifest.get("schema") != 1 or not isinstance(manifest.get("files"), dict):
-        raise ArchiveError(f"{run / MANIFEST} is not a manifest of this project", rule="schema 1 with files")
-    return manifest
+    return Verification((), (), found.foreign, judged, read(run).verdict, len(named))
 
 
 def _judge_again(run: Path, manifest: dict[str, Any], *, foreign: bool) -> list[str]:

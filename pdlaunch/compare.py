@@ -2,7 +2,8 @@
 
 The first run (with its repetitions) is the baseline. A difference is called better or worse only beyond the noise: with repetitions on
 both sides the 95 % Welch interval of the difference; with repetitions on one side the 95 % prediction interval of one more run; with
-single runs the noise is not known and an assumed band is used, which the finding says.
+single runs the noise is not known and an assumed band is used, which the finding says. Where engines share GPUs in another way on one
+side, nothing is called better or worse: the difference may come from the sharing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pdlaunch.devices import Sharing
 from pdlaunch.errors import ArchiveError
 from pdlaunch.metrics_defs import DEFINITIONS, Better, Metric
 from pdlaunch.runread import Phase, Run
@@ -24,7 +26,8 @@ ASSUMED_NOISE_PCT = 5.0
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one configuration. name: A, B, ... in the order given. label: with the verdicts of runs that are not VALID."""
+    """Runs of one configuration. name: A, B, ... in the order given. label: with the verdicts of runs that are not VALID, and whether
+    engines share GPUs."""
 
     name: str
     runs: tuple[Run, ...]
@@ -33,9 +36,14 @@ class Group:
     @property
     def label(self) -> str:
         recipe = self.runs[0].spec["run"]["recipe"]
-        words = sorted({r.word for r in self.runs if not r.valid})
+        words = sorted({r.word for r in self.runs if not r.valid}) + ["shared GPUs"] * bool(self.sharing.pattern)
         marked = f" [{', '.join(words)}]" if words else ""
         return f"{self.name} {recipe}{marked}" + (f" ({len(self.runs)} runs)" if len(self.runs) > 1 else "")
+
+    @property
+    def sharing(self) -> Sharing:
+        """Alike for all runs of the group, whose settings are equal."""
+        return self.runs[0].sharing
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Comparison:
     """(run or path, why) of what was asked for and left out."""
     marked: tuple[str, ...]
     """Ids of runs that are not VALID and are shown because they were asked for."""
+    shared: tuple[tuple[str, str], ...]
+    """(group, what its engines share) of groups with more than one engine on a GPU."""
     differences: tuple[Difference, ...]
     incomparable: tuple[tuple[str, str], ...]
     """(group, why it must not be compared with the baseline)."""
@@ -86,6 +96,7 @@ class Comparison:
         ]
         body = {
             "groups": groups, "refused": [list(x) for x in self.refused], "marked_not_valid": list(self.marked),
+            "shared_gpus": [list(x) for x in self.shared],
             "differences": [asdict(d) for d in self.differences], "incomparable": [list(x) for x in self.incomparable],
             "lines": [asdict(x) for x in self.lines], "unmatched": list(self.unmatched), "problems": list(self.problems),
             "definitions": {k: asdict(d) for k, d in DEFINITIONS.items()},
@@ -213,6 +224,8 @@ def _lines(base: Group, other: Group, assumed_pct: float) -> list[Line]:
                 )
             else:
                 finding, why = judge(d.better, a, b, assumed_pct)
+                if finding in ("better", "worse") and base.sharing.pattern != other.sharing.pattern:
+                    finding, why = "changed", f"engines share GPUs in another way, so no judgement; {why}"
             comparable = finding != "not comparable" and a.mean and unit != "%"
             delta = (b.mean - a.mean) / abs(a.mean) * 100 if comparable else None
             lines.append(Line(text, name, d.label, unit, a, b, other.name, delta, finding, why, f"load/*/aiperf/{d.source}"))
@@ -229,11 +242,8 @@ def compare(runs: Sequence[Run], *, include_invalid: bool = False, refused: Sequ
             left.append((str(run.path), f"has the same id as {seen[run.id]} ({run.id}): one of them is a copy"))
             continue
         seen[run.id] = run.path
-        if run.files.changed:
-            left.append((run.id, f"changed since it was archived: {', '.join(run.files.changed)}"))
-        elif not run.valid and not include_invalid:
-            said = "; ".join(run.verdict["reasons"][:3]) or run.verdict["line"]
-            left.append((run.id, f"is {run.word}, not VALID: {said}"))
+        if run.files.differs or not (run.valid or include_invalid):
+            left.append((run.id, run.doubt))
         else:
             kept.append(run)
     if len(kept) < 2:
@@ -260,6 +270,7 @@ def compare(runs: Sequence[Run], *, include_invalid: bool = False, refused: Sequ
         tuple(groups),
         tuple(left),
         marked,
+        tuple((g.name, g.sharing.text) for g in groups if g.sharing.pattern),
         tuple(differences(groups)),
         tuple(incomparable),
         tuple(lines),

@@ -74,7 +74,7 @@ _LIST = [
         "tokens/s/GPU",
         "higher",
         _TOKENS + " / G",
-        "G: GPUs given to prefill, decode and aggregated engines",
+        "G: GPUs given to prefill, decode and aggregated engines, a shared one once",
         "spec.json engines[].ranks[].gpus",
     ),
     Definition(
@@ -165,8 +165,8 @@ DEFINITIONS: dict[str, Definition] = {d.name: d for d in _LIST}
 
 @dataclass(frozen=True)
 class Denominators:
-    """What rates are divided by. gpus counts what engines were given (trap T26), never whole nodes; control engines serve no load and do
-    not count.
+    """What rates are divided by: the distinct GPUs that engines were given (trap T26), never whole nodes; control engines serve no load
+    and do not count. shared: how many GPUs too many the sum over the roles has, because two of them use one GPU.
 
     kind "rank": the run had no GPU; one CPU rank stands for one GPU, so that shapes can be compared, and the page says so.
     """
@@ -176,10 +176,11 @@ class Denominators:
     decode: int
     aggregated: int
     source: str = "spec.json engines[].ranks[].gpus"
+    shared: int = 0
 
     @property
     def total(self) -> int:
-        return self.prefill + self.decode + self.aggregated
+        return self.prefill + self.decode + self.aggregated - self.shared
 
 
 @dataclass(frozen=True)

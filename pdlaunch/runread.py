@@ -1,8 +1,8 @@
-"""One archived run, read for reports: its settings, verdict, stages and load phases. Every file that a number comes from is checked
-against manifest.json.
+"""One archived run, read for reports: its settings, verdict, stages and load phases. Every file of the run is compared with
+manifest.json, not only those that a number comes from: the verdict rests on all of them.
 
 What is wrong with one file becomes a line in `problems` and the rest is still read; only a folder that is no run of this schema is an
-ArchiveError. `launch.py verify` hashes a whole archive; here only what is used, so that a comparison of many runs stays fast.
+ArchiveError. `launch.py verify` also judges the run again, which finds a verdict whose manifest was written again by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pdlaunch import manifest
 from pdlaunch.aiperf_files import PhaseFiles, Record, read_phase
+from pdlaunch.devices import SERVING, Sharing, denominators, sharing
 from pdlaunch.errors import ArchiveError, Where
 from pdlaunch.metrics_defs import Denominators, Metric, Reconciliation, compute, reconcile, tpot_ms
 from pdlaunch.node.contracts import SCHEMA_VERSION, Verdict
@@ -24,8 +26,11 @@ from pdlaunch.stats import percentile_of_sorted
 
 MARKS = ("spec.json", "verdict.json", "manifest.json", "events.jsonl")
 """A folder with one of these is meant to be a run."""
+UNREADABLE = "?"
+"""The word for a run whose verdict.json is as it was archived and cannot be read."""
 CURVE_POINTS = 50
-SERVING = ("prefill", "decode", "agg")
+NAMED = 5
+"""Changed files that a message names; of more it gives the number."""
 
 
 def run_id(path: Path) -> str:
@@ -36,13 +41,36 @@ def run_id(path: Path) -> str:
 
 @dataclass
 class Files:
-    """Reads files of one run and compares each with its hash in manifest.json, once. changed: those that differ."""
+    """Reads files of one run and compares each with its hash in manifest.json."""
 
     run: Path
     expected: dict[str, str] | None
     """None: there is no manifest, so nothing can be checked."""
-    changed: list[str] = field(default_factory=list)
+    differs: dict[str, str] = field(default_factory=dict)
+    """File -> how it differs from the manifest: changed, missing, or not in manifest.json."""
     used: set[str] = field(default_factory=set)
+
+    @property
+    def changed(self) -> str:
+        """The files that differ, in words; empty when none was found."""
+        named = [name if how == "changed" else f"{name} ({how})" for name, how in sorted(self.differs.items())]
+        return ", ".join(named[:NAMED]) + (f" and {len(named) - NAMED} more" if len(named) > NAMED else "")
+
+    def word(self, verdict: dict[str, Any] | None) -> str:
+        """The one word for the run in every list, table and page. CHANGED: a file is not as it was archived. UNFINISHED: no verdict.json
+        or no manifest.json, which is written last. verdict: what verdict.json holds, None without one.
+        """
+        if self.differs:
+            return "CHANGED"
+        return "UNFINISHED" if self.expected is None or verdict is None else str(verdict["verdict"])
+
+    def check_rest(self) -> None:
+        """Compare what was not read with the manifest."""
+        if self.expected is None:
+            return
+        found = manifest.differences(self.run, self.expected, self.used - self.differs.keys())
+        for how, names in (("changed", found.changed), ("missing", found.missing), ("not in manifest.json", found.foreign)):
+            self.differs |= dict.fromkeys(names, how)
 
     def read(self, path: Path) -> bytes:
         """The bytes; ArchiveError when they are not those of the manifest."""
@@ -54,7 +82,7 @@ class Files:
         wanted = self.expected.get(name)
         found = hashlib.sha256(data).hexdigest()
         if found != wanted:
-            self.changed.append(name)
+            self.differs[name] = "changed" if wanted else "not in manifest.json"
             said = f"sha256 {found[:12]}..., manifest.json says {wanted[:12]}..." if wanted else "is not in manifest.json"
             rule = "an archived run does not change: `launch.py verify` lists every difference"
             raise ArchiveError(f"changed since the run was archived: {said}", where=Where(path), rule=rule)
@@ -119,22 +147,37 @@ class Run:
     id: str
     spec: dict[str, Any]
     verdict: dict[str, Any]
+    """As stored; `word` says what it is worth."""
     evidence: dict[str, dict[str, Any]]
     events: tuple[dict[str, Any], ...]
     nodes: dict[str, dict[str, Any]]
     phases: tuple[Phase, ...]
     problems: tuple[str, ...]
-    verified: bool
-    """Every file used had the hash of manifest.json; False without a manifest or after any difference."""
     files: Files = field(repr=False, compare=False)
 
     @property
     def word(self) -> str:
-        return str(self.verdict["verdict"])
+        return self.files.word(self.verdict)
 
     @property
     def valid(self) -> bool:
-        return self.word == "VALID" and not self.files.changed
+        return self.word == "VALID"
+
+    @property
+    def verified(self) -> bool:
+        """Every file has the hash of manifest.json; False without a manifest or after any difference."""
+        return self.files.expected is not None and not self.files.differs
+
+    @property
+    def doubt(self) -> str:
+        """Why the run is not to be used as a VALID one; empty for one that is VALID."""
+        if self.files.differs:
+            return f"changed since it was archived: {self.files.changed}"
+        if self.valid:
+            return ""
+        if self.files.expected is None:
+            return f"is {self.word}, not VALID: it has no {manifest.MANIFEST}, which is written last"
+        return f"is {self.word}, not VALID: {'; '.join(self.verdict['reasons'][:3]) or self.verdict['line']}"
 
     def engines(self, *roles: str) -> list[dict[str, Any]]:
         return [e for e in self.spec["engines"] if e["role"] in (roles or SERVING)]
@@ -143,17 +186,9 @@ class Run:
     def denominators(self) -> Denominators:
         return denominators(self.spec)
 
-
-def denominators(spec: dict[str, Any]) -> Denominators:
-    """GPUs given to engines; on a run without GPUs the ranks (TP x PP x DP) of the engines."""
-    gpus, ranks = dict.fromkeys(SERVING, 0), dict.fromkeys(SERVING, 0)
-    for e in spec["engines"]:
-        if e["role"] in gpus:
-            gpus[e["role"]] += sum(len(r["gpus"]) for r in e["ranks"])
-            ranks[e["role"]] += e["tensor_parallel"] * e["pipeline_parallel"] * e["data_parallel"]
-    if any(gpus.values()):
-        return Denominators("GPU", gpus["prefill"], gpus["decode"], gpus["agg"])
-    return Denominators("rank", ranks["prefill"], ranks["decode"], ranks["agg"], "spec.json engines[].tensor_parallel (no GPU in this run)")
+    @property
+    def sharing(self) -> Sharing:
+        return sharing(self.spec)
 
 
 def checked_schema(data: Any, path: Path) -> dict[str, Any]:
@@ -174,17 +209,7 @@ def open_files(path: Path) -> Files:
         raise ArchiveError("is no folder" if path.exists() else "does not exist", where=Where(path), rule="results/<recipe>/<utc>-<jobid>")
     if not any((path / mark).exists() for mark in MARKS):
         raise ArchiveError(f"is not an archived run: none of {', '.join(MARKS)}", where=Where(path), rule="results/<recipe>/<utc>-<jobid>")
-    manifest = path / "manifest.json"
-    if not manifest.exists():
-        return Files(path, None)
-    try:
-        data = checked_schema(json.loads(manifest.read_bytes()), manifest)
-    except (ValueError, RecursionError) as e:
-        raise ArchiveError(f"not JSON ({e})", where=Where(manifest), rule="a whole file as the run wrote it") from None
-    files = data.get("files")
-    if not isinstance(files, dict):
-        raise ArchiveError("no files", where=Where(manifest, key="files"), rule="{relative path: sha256}")
-    return Files(path, files)
+    return Files(path, manifest.read(path)["files"] if (path / manifest.MANIFEST).exists() else None)
 
 
 def _curves(records: Iterable[Record]) -> dict[str, tuple[float, ...]]:
@@ -252,7 +277,7 @@ def _phase(files: Files, setting: LoadPhase, per: Denominators, with_curves: boo
     )
 
 
-def _spec(files: Files) -> dict[str, Any]:
+def spec_of(files: Files) -> dict[str, Any]:
     """The JSON as it is, after it was bound to Spec: what reads it later may index it."""
     path = files.run / "spec.json"
     data = checked_schema(files.json("spec.json") or _absent(path), path)
@@ -306,7 +331,7 @@ def read_run(path: Path, *, curves: bool = True) -> Run:
     problems: list[str] = (
         [] if files.expected is not None else ["no manifest.json: nothing proves that the files are as the run wrote them"]
     )
-    spec = _spec(files)
+    spec = spec_of(files)
 
     def attempt(read: Callable[[], Any], otherwise: Any) -> Any:
         try:
@@ -320,7 +345,7 @@ def read_run(path: Path, *, curves: bool = True) -> Run:
         return otherwise if found is None else found
 
     unknown = {
-        "verdict": "INCOMPLETE",
+        "verdict": UNREADABLE if (path / "verdict.json").exists() else "UNFINISHED",
         "line": "no readable verdict.json: the run did not reach its end",
         "reasons": [],
         "checks": [],
@@ -341,8 +366,8 @@ def read_run(path: Path, *, curves: bool = True) -> Run:
             continue
         found.append(_phase(files, setting, denominators(spec), curves))
         problems.extend(found[-1].problems)
-    return Run(path, run_id(path), spec, verdict, evidence, tuple(events), nodes, tuple(found), tuple(problems),
-               files.expected is not None and not files.changed, files)  # fmt: skip
+    files.check_rest()
+    return Run(path, run_id(path), spec, verdict, evidence, tuple(events), nodes, tuple(found), tuple(problems), files)
 
 
 def _within(run: Path, error: Exception) -> str:

@@ -1,13 +1,12 @@
 """The index over results/ and the table of attempts: what `launch.py runs` lists, filters and sorts, from the archive alone.
 
-There is no database: a run is its folder. Listing reads spec.json and verdict.json only; the matrix also reads the answers and transfer
-counters.
+There is no database: a run is its folder. Listing reads spec.json and verdict.json and compares these two with manifest.json; the
+matrix also reads the answers and transfer counters, and compares every file.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 from collections import Counter
@@ -16,8 +15,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pdlaunch.errors import ArchiveError, Where
-from pdlaunch.runread import MARKS, Run, checked_schema, denominators, read_run
+from pdlaunch.devices import denominators, sharing
+from pdlaunch.errors import ArchiveError
+from pdlaunch.runread import MARKS, UNREADABLE, Files, Run, checked_schema, open_files, read_run
 from pdlaunch.settings import hybrid_manager, speculation
 
 _FILTER = re.compile(r"^([a-z_]+)(!=|=|~)(.*)$")
@@ -27,9 +27,12 @@ _TP = {"prefill": "P", "decode": "D", "agg": "A"}
 
 @dataclass(frozen=True)
 class Row:
-    """One run in the list. verdict UNFINISHED: no verdict.json. layout: as P TP4 x1 > D TP8 x1. problem: why a value is missing."""
+    """One run in the list. verdict: as runread.Files.word, from spec.json and verdict.json alone. layout: as P TP4 x1 > D TP8 x1. gpus:
+    distinct GPUs of the serving engines. shared: which roles share GPUs. problem: why a value is missing.
+    """
 
     run: str
+    recipe: str
     created: str
     verdict: str
     layout: str
@@ -40,6 +43,7 @@ class Row:
     speculation: str
     device: str
     gpus: int
+    shared: str
     cluster: str
     line: str
     problem: str
@@ -66,33 +70,38 @@ def _decode_argv(spec: dict[str, Any]) -> list[str]:
     return list(serving[0]["ranks"][0]["argv"]) if serving else []
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _verdict(files: Files) -> tuple[dict[str, Any] | None, str, str]:
+    """(verdict.json or None, its line, what is wrong with it)."""
+    path = files.run / "verdict.json"
     try:
-        return checked_schema(json.loads(path.read_bytes()), path)
-    except (ValueError, RecursionError) as e:
-        raise ArchiveError(f"not JSON ({e})", where=Where(path), rule="a whole file as the run wrote it") from None
+        found = files.json("verdict.json")
+        if found is None:
+            return None, "the run has no verdict", ""
+        checked_schema(found, path)
+        line = str(found["line"])
+        return {"verdict": str(found["verdict"])}, line if files.expected is not None else f"no manifest.json; stored: {line}", ""
+    except (ArchiveError, OSError, KeyError, TypeError) as e:
+        return {"verdict": UNREADABLE}, "", str(e).replace("\n", " ")
 
 
 def row_of(path: Path) -> Row:
     """From spec.json and verdict.json; what cannot be read is empty and `problem` says why."""
-    name = f"{path.parent.name}/{path.name}"
-    verdict, line, problem = "UNFINISHED", "the run has no verdict", ""
+    name, created = f"{path.parent.name}/{path.name}", path.name.split("-")[0]
+    files, line, problem = None, "", ""
+    verdict: dict[str, Any] | None = {"verdict": UNREADABLE}
     try:
-        found = _load(path / "verdict.json")
-        verdict, line = str(found["verdict"]), str(found["line"])
-    except FileNotFoundError:
-        pass
-    except (ArchiveError, OSError, KeyError, TypeError) as e:
-        verdict, line, problem = "?", "", str(e).replace("\n", " ")
-    try:
-        spec = _load(path / "spec.json")
+        files = open_files(path)
+        verdict, line, problem = _verdict(files)
+        spec = checked_schema(files.json("spec.json"), path / "spec.json")
         argv, per = _decode_argv(spec), denominators(spec)
-        return Row(name, path.name.split("-")[0], verdict, layout_of(spec), spec["model"]["id"], spec["proof"]["versions"].get("vllm", "?"),
-                   ", ".join(spec["proof"]["patches"]) or "stock", hybrid_manager(argv), speculation(argv) or "off", spec["run"]["device"],
-                   per.total if per.kind == "GPU" else 0, spec["run"]["cluster"], line, problem, str(path))  # fmt: skip
+        return Row(name, path.parent.name, created, files.word(verdict), layout_of(spec), spec["model"]["id"],
+                   spec["proof"]["versions"].get("vllm", "?"), ", ".join(spec["proof"]["patches"]) or "stock", hybrid_manager(argv),
+                   speculation(argv) or "off", spec["run"]["device"], per.total if per.kind == "GPU" else 0, sharing(spec).pattern,
+                   spec["run"]["cluster"], line, problem, str(path))  # fmt: skip
     except (ArchiveError, OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
         said = f"spec.json: {type(e).__name__} {e}" if not isinstance(e, ArchiveError) else str(e).replace("\n", " ")
-        return Row(name, path.name.split("-")[0], verdict, "?", "?", "?", "?", "?", "?", "?", 0, "?", line, problem or said, str(path))
+        word = files.word(verdict) if files else UNREADABLE
+        return Row(name, path.parent.name, created, word, "?", "?", "?", "?", "?", "?", "?", 0, "", "?", line, problem or said, str(path))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

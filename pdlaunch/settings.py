@@ -129,6 +129,7 @@ def settings(run: Run) -> dict[str, Setting]:
         "KV load failure policy": Setting("measurement", spec["proof"]["kv_load_failure_policy"], "spec.json proof.kv_load_failure_policy"),
         "cluster": Setting("hardware", spec["run"]["cluster"], "spec.json run.cluster"),
         "nodes": Setting("hardware", str(len(spec["nodes"])), "spec.json nodes"),
+        "engines that share GPUs": Setting("hardware", run.sharing.pattern or "none", "spec.json engines[].ranks[].gpus"),
         "launcher commit": Setting("code", spec["run"]["git_commit"][:12], "spec.json run.git_commit"),
         "launcher changes": Setting("code", spec["run"]["git_dirty_sha256"][:12] or "none", "spec.json run.git_dirty_sha256"),
     }

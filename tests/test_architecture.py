@@ -14,7 +14,7 @@ from tests.envs import ROOT
 PACKAGE = ROOT / "pdlaunch"
 NODE = sorted((PACKAGE / "node").glob("*.py"))
 LAYERS = (
-    ("pdlaunch.errors", "pdlaunch.node", "pdlaunch.unidiff", "pdlaunch.stats"),
+    ("pdlaunch.errors", "pdlaunch.node", "pdlaunch.unidiff", "pdlaunch.stats", "pdlaunch.manifest"),
     ("pdlaunch.nosecrets", "pdlaunch.yamlfile", "pdlaunch.patchseries", "pdlaunch.patching", "pdlaunch.geometry"),
     ("pdlaunch.recipe", "pdlaunch.cluster", "pdlaunch.recipe_rules", "pdlaunch.flags"),
     ("pdlaunch.planner", "pdlaunch.placement", "pdlaunch.engine", "pdlaunch.modelcheck"),

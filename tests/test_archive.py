@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdlaunch import archive
+from pdlaunch.bundle import sha256_of
 from pdlaunch.console import shown
 from pdlaunch.errors import ArchiveError
 from pdlaunch.node import finish
@@ -92,7 +93,7 @@ def test_a_run_that_cannot_be_judged_is_a_message(run: Path) -> None:
             kept = {path: path.read_bytes() for path in (run / name, run / "manifest.json")}
             (run / name).write_text(text, encoding="utf-8")
             manifest = json.loads(kept[run / "manifest.json"])
-            manifest["files"][name] = archive.sha256_of(run / name)
+            manifest["files"][name] = sha256_of(run / name)
             (run / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
             with pytest.raises(ArchiveError):
                 archive.verify(run)

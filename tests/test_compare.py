@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from pdlaunch.archive import verify
 from pdlaunch.compare import compare, grouped, judge, why_incomparable
 from pdlaunch.errors import ArchiveError
 from pdlaunch.node.spec import LoadPhase
+from pdlaunch.report.text import comparison
 from pdlaunch.runread import read_run
 from pdlaunch.settings import flags_of, hybrid_manager, speculation
 from pdlaunch.stats import Spread
@@ -18,6 +21,8 @@ from tests.runfactory import Shape, seal, write_run
 
 C16 = LoadPhase("c16", 8192, 1024, 32, concurrency=16)
 ONE = Shape(loads=(C16,))
+UNREAD = ("manifest.json", "spec.json")
+"""Read before anything else: a change of them is its own error."""
 
 
 @pytest.fixture
@@ -137,6 +142,100 @@ def test_a_changed_byte_is_refused_even_with_include_invalid(make):
     assert found.refused == ((c.id, "changed since it was archived: load/c16/aiperf/profile_export.jsonl"),)
 
 
+def test_a_difference_that_verify_finds_is_refused(make):
+    """No number is read from most of these files; the verdict rests on them."""
+    good, other, run = make(), make(hybrid=True), make(prefill_tp=8)
+    names = sorted(p.relative_to(run.path).as_posix() for p in run.path.rglob("*") if p.is_file())
+    assert {"recall/before.jsonl", "evidence.json", "gpu/decode-0.csv", "nodes/decode-0.json"} <= set(names)
+    changes = {name: lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?") for name in names if name not in UNREAD}
+    changes |= {"gpu/prefill-0.csv": Path.unlink, "recall/more.jsonl": lambda path: path.write_text("{}")}
+    for name, change in changes.items():
+        path = run.path / name
+        kept = path.read_bytes() if path.exists() else None
+        change(path)
+        again = read_run(run.path)
+        assert not verify(run.path).intact
+        assert (again.word, again.valid, again.verified) == ("CHANGED", False, False)
+        (refusal,) = compare([good, other, again], include_invalid=True).refused
+        assert refusal[1].startswith(f"changed since it was archived: {name}")
+        path.unlink(missing_ok=True) if kept is None else path.write_bytes(kept)
+    assert read_run(run.path).verified
+
+
+def test_a_run_without_its_manifest_is_not_valid(make):
+    good, other, run = make(), make(hybrid=True), make(prefill_tp=8)
+    (run.path / "manifest.json").unlink()
+    again = read_run(run.path)
+    assert (again.word, again.verdict["verdict"]) == ("UNFINISHED", "VALID")
+    found = compare([good, other, again])
+    assert found.refused == ((run.id, "is UNFINISHED, not VALID: it has no manifest.json, which is written last"),)
+
+
+def share(run, gpu, *, control=False):
+    """The run with its decode engine, or a control engine, put on a GPU of node 0 that prefill uses."""
+    spec = json.loads((run.path / "spec.json").read_text())
+    _, decode = spec["engines"]
+    if control:
+        (part,) = decode["ranks"]
+        spec["engines"].append({**decode, "name": "control-0", "role": "control", "ranks": [{**part, "gpus": [gpu]}]})
+    else:
+        decode["ranks"][0] |= {"node": 0, "gpus": list(range(gpu, gpu + 8))}
+    (run.path / "spec.json").write_text(json.dumps(spec))
+    seal(run.path)
+    return read_run(run.path)
+
+
+def test_a_gpu_that_engines_share_counts_once(make):
+    apart, together = make(), share(make(), 3)
+    assert (apart.denominators.total, apart.sharing.text) == (12, "")
+    per = together.denominators
+    assert (per.prefill, per.decode, per.shared, per.total) == (4, 8, 1, 11)
+    assert together.sharing.pattern == "prefill+decode on 1 GPU"
+    assert "prefill-0 and decode-0 on GPU 3 of node 0" in together.sharing.text
+    phase = together.phases[0].metrics
+    assert phase["output_tokens_per_s_per_gpu"].value * 11 == pytest.approx(phase["output_tokens_per_s"].value)
+    assert phase["output_tokens_per_s_per_decode_gpu"].value * 8 == pytest.approx(phase["output_tokens_per_s"].value)
+
+
+def test_gpus_of_equal_number_on_two_nodes_are_two(make):
+    run = make()
+    assert {e["ranks"][0]["node"]: e["ranks"][0]["gpus"][0] for e in run.spec["engines"]} == {0: 0, 1: 0}
+    assert run.denominators.shared == 0
+
+
+def test_a_cpu_run_shares_no_gpu(make):
+    run = make(gpu="")
+    assert (run.denominators.kind, run.denominators.total, run.denominators.shared, run.sharing.text) == ("rank", 12, 0, "")
+
+
+@pytest.mark.parametrize(
+    ("how", "pattern"), [({"gpu": 3}, "prefill+decode on 1 GPU"), ({"gpu": 2, "control": True}, "decode+control on 1 GPU")]
+)
+def test_where_engines_share_gpus_nothing_is_called_better(make, how, pattern):
+    slow, fast = make(), make(speed=5, hybrid=True)
+    assert line(compare([slow, fast]), "ttft_p50_ms").finding == "better"
+    shared = share(slow, **how)
+    found = compare([shared, fast])
+    ((name, said),) = found.shared
+    assert (name, shared.sharing.pattern) == ("A", pattern)
+    assert "the latency and per-GPU figures are not those of separate GPUs" in said
+    assert ("hardware", (pattern, "none")) in [(d.kind, d.values) for d in found.differences if d.name == "engines that share GPUs"]
+    assert {x.finding for x in found.lines} <= {"changed", "within noise", "not comparable"}
+    assert "engines share GPUs in another way" in line(found, "ttft_p50_ms").why
+    assert line(found, "ttft_p50_ms").delta_pct == pytest.approx(-80, abs=1)
+    assert "[shared GPUs]" in found.groups[0].label
+    shown = comparison(found)
+    assert f"SHARED GPUS  A: {said}" in shown
+    assert "Better:" not in shown
+    assert found.to_json()["shared_gpus"] == [["A", said]]
+
+
+def test_runs_that_share_alike_are_compared_and_marked(make):
+    found = compare([share(make(), 3), share(make(speed=5, hybrid=True), 3)])
+    assert line(found, "ttft_p50_ms").finding == "better"
+    assert [name for name, _ in found.shared] == ["A", "B"]
+
+
 def test_broken_folders(make, tmp_path):
     run = make()
     foreign = tmp_path / "foreign"
@@ -165,13 +264,13 @@ def test_broken_folders(make, tmp_path):
         read_run(run.path)
 
 
-def test_a_truncated_run_is_incomplete_and_the_rest_is_read(make):
+def test_a_truncated_run_is_unfinished_and_the_rest_is_read(make):
     run = make()
     (run.path / "verdict.json").unlink()
     (run.path / "manifest.json").unlink()
     (run.path / "events.jsonl").write_text('{"stage": "submitted"}\n{"sta')
     again = read_run(run.path)
-    assert (again.word, again.valid, again.verified) == ("INCOMPLETE", False, False)
+    assert (again.word, again.valid, again.verified) == ("UNFINISHED", False, False)
     said = "\n".join(again.problems)
     for part in ("no manifest.json", "verdict.json: missing", "events.jsonl:2: not JSON"):
         assert part in said

@@ -273,3 +273,39 @@ def test_an_export_that_holds_nothing_says_so_once(results, tmp_path):
     assert said.count(run.name) == 1
     assert "a run without GPUs" in said
     assert "InferenceX rows divide by GPUs" in said
+
+
+def test_engines_on_one_gpu_are_never_exported_as_if_apart(results, tmp_path):
+    """Prefill and decode on GPU 3 of node 0: 11 GPUs, not 12."""
+    run = write_run(results, replace(SMALL, loads=SMALL.loads[:1]))
+    spec = json.loads((run / "spec.json").read_text())
+    spec["engines"][1]["ranks"][0] |= {"node": 0, "gpus": list(range(3, 11))}
+    (run / "spec.json").write_text(json.dumps(spec))
+    seal(run)
+    (point,) = points_of(read_run(run))
+    assert (point.gpus, point.roles["prefill"].gpus, point.roles["decode"].gpus) == (11, 4, 8)
+    assert point.per_gpu()["output_per_gpu"] == pytest.approx(point.rates["output"] / 11)
+    choice = Choice((str(run),))
+    with pytest.raises(ArchiveError, match="engines share GPUs") as caught:
+        export(choice, results, "inferencex", tmp_path / "ix")
+    assert "no place to say so" in str(caught.value)
+    for to in ("aiperf", "llmd", "points"):
+        answer = export(choice, results, to, tmp_path / to)
+        assert f"note  {read_run(run).id}: engines share GPUs (prefill-0 and decode-0 on GPU 3" in answer.text
+        assert load(Path(answer.text.splitlines()[-1]), to) == [point]
+    body = llmd.write(point)
+    assert "engines share GPUs" in body["run"]["description"]
+    BenchmarkReportV02.model_validate(body)
+    (tmp_path / "points.json").write_text(json.dumps(points.to_json(point)))
+    with pytest.raises(ArchiveError, match="engines share GPUs"):
+        convert(tmp_path / "points.json", "points", "inferencex", tmp_path / "row.json")
+
+
+@pytest.mark.parametrize("name", ["recall/before.jsonl", "evidence.json", "gpu/decode-0.csv", "nodes/decode-0.json", "events.jsonl"])
+def test_a_changed_byte_of_any_file_is_not_exported(results, tmp_path, name):
+    run = write_run(results, SMALL)
+    path = run / name
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    with pytest.raises(ArchiveError, match=f"changed since it was archived: {name}"):
+        export(Choice((str(run),)), results, "points", tmp_path / "out", include_invalid=True)
+    assert not (tmp_path / "out").exists()

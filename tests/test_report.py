@@ -270,6 +270,64 @@ def test_invalid_and_broken_runs_are_marked_and_the_rest_is_shown(results, tmp_p
         report(results, str(broken), out=tmp_path / "r.html")
 
 
+@pytest.mark.parametrize("name", ["recall/before.jsonl", "evidence.json", "gpu/decode-0.csv", "nodes/decode-0.json", "events.jsonl"])
+def test_a_changed_byte_of_any_file_is_marked_and_the_code_is_1(results, name):
+    run = write_run(results, SMALL)
+    assert report(results, run.name)[1].code == 0
+    path = run / name
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    out, answer = report(results, run.name, include_invalid=True)
+    assert answer.code == 1
+    said = f"changed since it was archived: {name}"
+    assert answer.text.splitlines()[0] == f"not proven  {run.parent.name}/{run.name}: {said}"
+    text = out.read_text()
+    assert '<span class="word">CHANGED</span>' in text
+    assert f"<li>{said}</li>" in text
+    assert "as stored, not proven: VALID" in text
+    assert '<span class="word">VALID</span>' not in text
+
+
+def test_a_changed_run_beside_a_good_one_is_left_out_of_the_comparison(results, tmp_path):
+    good, bad = write_run(results, SMALL, job="20260101T000000Z-1"), write_run(results, SMALL, job="20260101T000000Z-2", hybrid=True)
+    (bad / "recall/after.jsonl").write_text("")
+    out, answer = report(results, str(good), str(bad), out=tmp_path / "p.html", include_invalid=True)
+    assert answer.code == 1
+    text = out.read_text()
+    assert "is CHANGED, so it is not compared" in text
+    assert "Findings" not in text
+
+
+def test_a_page_without_manifest_is_marked(results):
+    run = write_run(results, SMALL)
+    (run / "manifest.json").unlink()
+    out, answer = report(results, run.name)
+    assert answer.code == 1
+    assert '<span class="word">UNFINISHED</span>' in out.read_text()
+
+
+def test_shared_gpus_are_counted_once_drawn_and_said(results, tmp_path):
+    run, other = write_run(results, SMALL), write_run(results, SMALL, job="20260101T000000Z-2")
+    spec = json.loads((run / "spec.json").read_text())
+    spec["engines"][1]["ranks"][0] |= {"node": 0, "gpus": list(range(3, 11))}
+    (run / "spec.json").write_text(json.dumps(spec))
+    seal(run)
+    device = placement(read_run(run))[0].devices[3]
+    assert (device.engine, device.role, device.with_role) == ("prefill-0, decode-0", "prefill", "decode")
+    out, answer = report(results, run.name)
+    text = out.read_text()
+    assert answer.code == 0
+    assert "11 (prefill 4, decode 8, 1 of them in two roles)" in text
+    assert "engines share GPUs (prefill-0 and decode-0 on GPU 3 of node 0): the latency and per-GPU figures are not those" in text
+    assert "engines share GPUs" not in report(results, other.name)[0].read_text()
+    both = report(results, run.name, other.name, out=tmp_path / "both.html")[0].read_text()
+    assert "<b>A:</b> engines share GPUs" in both
+    said = command.utilisation(run, bin_s=60, busy_tokens_per_s=1).text
+    assert said.startswith("engines share GPUs")
+    (run / "gpu" / "decode-0.csv").write_text("utc,gpu,utilisation_pct,memory_used_mib\n")
+    with pytest.raises(ArchiveError, match=r"changed since it was archived: gpu/decode-0\.csv"):
+        command.utilisation(run, bin_s=60, busy_tokens_per_s=1)
+
+
 def test_two_hundred_runs_stay_one_small_page(results, tmp_path):
     first = write_run(results, SMALL)
     for i in range(199):

@@ -9,8 +9,9 @@ import pytest
 from pdlaunch.errors import ArchiveError
 from pdlaunch.node.spec import LoadPhase
 from pdlaunch.report import command
+from pdlaunch.report.text import STORED
 from pdlaunch.runs import attempt, index, matrix, read_all, select
-from tests.runfactory import PATCH, Shape, write_run
+from tests.runfactory import PATCH, Shape, seal, write_run
 
 SMALL = Shape(loads=(LoadPhase("c2", 64, 8, 4, concurrency=2),))
 
@@ -41,7 +42,8 @@ def test_rows(results):
 
 
 @pytest.mark.parametrize(("where", "expected"), [
-    (["verdict=VALID"], ["1", "3", "4"]), (["verdict!=VALID"], ["2"]), (["run~P8D8"], ["1"]), (["vllm=0.31.*", "hybrid=off"], ["3", "4"]),
+    (["verdict=VALID"], ["1", "3", "4"]), (["verdict!=VALID"], ["2"]), (["run~P8D8"], ["1"]), (["recipe=gemma4-p8*"], ["1", "2"]),
+    (["vllm=0.31.*", "hybrid=off"], ["3", "4"]),
     (["gpus=12"], ["2", "3", "4"]), (["verdict=NONE"], []),
 ])  # fmt: skip
 def test_filters(results, where, expected):
@@ -69,23 +71,60 @@ def test_a_list_that_cannot_be_is_an_error(results, tmp_path):
 def test_broken_runs_are_listed_with_the_reason(results):
     good = write_run(results, SMALL, job="20261020T080000Z-5")
     (good / "verdict.json").write_text("{")
+    seal(good)
     cut = write_run(results, SMALL, job="20261020T080000Z-6")
     (cut / "spec.json").write_text(json.dumps({"schema": 9}))
+    seal(cut)
     bare = results / "x" / "20261020T080000Z-7"
     bare.mkdir(parents=True)
     (bare / "events.jsonl").write_text("")
     odd = write_run(results, SMALL, job="20261020T080000Z-8")
     (odd / "spec.json").write_text('{"schema": 1}')
+    seal(odd)
     rows = {r.run.split("-")[-1]: r for r in index(results)}
     assert rows["5"].verdict == "?"
     assert "not JSON" in rows["5"].problem
     assert "schema 9" in rows["6"].problem
     assert rows["7"].verdict == "UNFINISHED"
     assert "engines" in rows["8"].problem
+    assert {a.run.split("-")[-1]: a.verdict for a in matrix(read_all([results / r.path for r in rows.values()])[0])}["5"] == "?"
     assert rows["4"].problem == ""
     runs, refused = read_all([results / r.path for r in rows.values()])
     assert {r.id.split("-")[-1] for r in runs} == {"1", "2", "3", "4", "5"}
     assert len(refused) == 3
+
+
+def words(results):
+    """The verdict of every run in the list and in the table of attempts."""
+    listed = {r.run: r.verdict for r in index(results)}
+    return listed, {a.run: a.verdict for a in matrix(read_all([results / name for name in listed])[0])}
+
+
+def test_the_list_and_the_table_of_attempts_use_one_word(results):
+    running = write_run(results, SMALL, job="20261020T080000Z-5")
+    for name in ("verdict.json", "manifest.json", "evidence.json"):
+        (running / name).unlink()
+    unsealed = write_run(results, SMALL, job="20261020T080000Z-6")
+    (unsealed / "manifest.json").unlink()
+    changed = write_run(results, SMALL, job="20261020T080000Z-7", verdict="INVALID")
+    path = changed / "verdict.json"
+    path.write_text(path.read_text().replace("INVALID", "VALID"))
+    listed, table = words(results)
+    assert listed == table
+    assert [listed[f"gemma4-p4d8/{r.name}"] for r in (running, unsealed, changed)] == ["UNFINISHED", "UNFINISHED", "CHANGED"]
+    assert sorted(listed.values()).count("VALID") == 3
+
+
+def test_the_list_says_what_it_did_not_compare(results):
+    """A file that the list does not read: the table of attempts, which hashes every file, has the other word and exits with 1."""
+    path = results / "gemma4-p4d8" / "20261019T080000Z-4" / "recall" / "before.jsonl"
+    path.write_text(path.read_text().replace("K7Q1", "K7Q9"))
+    listed, table = words(results)
+    assert (listed["gemma4-p4d8/20261019T080000Z-4"], table["gemma4-p4d8/20261019T080000Z-4"]) == ("VALID", "CHANGED")
+    assert command.list_runs(results).text.splitlines()[-1] == STORED
+    answer = command.list_runs(results, as_matrix=True)
+    assert answer.code == 1
+    assert "changed  gemma4-p4d8/20261019T080000Z-4: recall/before.jsonl" in answer.text
 
 
 def test_select(results, monkeypatch):

@@ -46,8 +46,8 @@ def export(choice: Choice, results: Path, to: str, out: Path, *, include_invalid
     runs, refused = read_all(choice.paths(results))
     rows: list[tuple[str, dict[str, Any]]] = []
     for run in runs:
-        if run.files.changed or not (run.valid or include_invalid):
-            refused.append((run.id, "changed since it was archived" if run.files.changed else f"is {run.word}, not VALID"))
+        if run.files.differs or not (run.valid or include_invalid):
+            refused.append((run.id, run.doubt))
             continue
         for point in points.points_of(run):
             try:
@@ -67,7 +67,8 @@ def export(choice: Choice, results: Path, to: str, out: Path, *, include_invalid
         for path, (_, row) in zip(paths, rows, strict=True):
             write_json(path, row)
         written = list(map(str, paths))
-    return Answer("\n".join([*lines, *written]), EXIT_VERDICT if refused else EXIT_OK)
+    notes = [f"note  {run.id}: {run.sharing.text}" for run in runs if run.sharing.pattern and not run.doubt]
+    return Answer("\n".join([*lines, *notes, *written]), EXIT_VERDICT if refused else EXIT_OK)
 
 
 def load(path: Path, source: str) -> list[Point]:

@@ -26,13 +26,16 @@ CANNOT_HOLD = (
 
 
 def write(point: Point) -> dict[str, Any]:
-    """One row. ArchiveError when the format has no place for the point: an open loop, or a CPU run whose ranks are no GPUs."""
+    """One row. ArchiveError when the format has no place for the point: an open loop, a CPU run whose ranks are no GPUs, or GPUs that
+    engines share."""
     if point.concurrency is None:
         raise ArchiveError(
             f"{point.run} {point.phase}: no concurrency", rule="InferenceX rows are keyed by `conc`; a request rate has no place in them"
         )
     if point.denominator != "GPU":
         raise ArchiveError(f"{point.run} {point.phase}: a run without GPUs", rule="InferenceX rows divide by GPUs")
+    if point.sharing:
+        raise ArchiveError(f"{point.run} {point.phase}: {point.sharing}", rule="InferenceX rows have no place to say so")
     if not {"input", "output", "total"} <= set(point.rates):
         raise ArchiveError(f"{point.run} {point.phase}: no rates, the phase has no length", rule="InferenceX rows hold tokens/s per GPU")
     needed = ("prefill", "decode") if "prefill" in point.roles else ("agg",)

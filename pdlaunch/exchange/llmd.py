@@ -100,7 +100,7 @@ def write(point: Point) -> dict[str, Any]:
     if point.duration_s is not None:
         time["duration"] = f"PT{point.duration_s!r}S"
     own = {
-        "denominators": {"kind": point.denominator, **{k: r.gpus for k, r in point.roles.items()}},
+        "denominators": {"kind": point.denominator, **{k: r.gpus for k, r in point.roles.items()}, "total": point.gpus},
         "per_gpu": point.per_gpu(),
         "point": to_json(point),
     }
@@ -110,8 +110,8 @@ def write(point: Point) -> dict[str, Any]:
             "uid": _digest([point.run, point.phase]),
             "eid": point.run,
             "time": {k: v for k, v in time.items() if v is not None},
-            "description": f"{point.run} phase {point.phase}",
-            "keywords": [point.verdict, f"speculation {point.speculation}"],
+            "description": f"{point.run} phase {point.phase}" + (f"; {point.sharing}" if point.sharing else ""),
+            "keywords": [point.verdict, f"speculation {point.speculation}", *(["shared GPUs"] if point.sharing else [])],
         },
         "scenario": {
             "stack": [_component(point, role) for role in point.roles],

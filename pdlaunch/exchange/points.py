@@ -28,7 +28,7 @@ STATS = ("mean", "sd", "min", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p9
 
 @dataclass(frozen=True)
 class Role:
-    """gpus: all GPUs of the role; parallel sizes of one engine."""
+    """gpus: the distinct GPUs of the role; parallel sizes of one engine."""
 
     tp: int
     pp: int
@@ -68,10 +68,14 @@ class Point:
     verdict: str
     extra: dict[str, Any] = field(default_factory=dict)
     """What a format holds beyond this, kept so that it can be written back."""
+    shared_gpus: int = 0
+    """GPUs that two roles use: the sum over the roles counts them twice."""
+    sharing: str = ""
+    """Which engines share GPUs, a control engine included, and what that means; empty when every engine has its own."""
 
     @property
     def gpus(self) -> int:
-        return sum(r.gpus for r in self.roles.values())
+        return sum(r.gpus for r in self.roles.values()) - self.shared_gpus
 
     def per_gpu(self) -> dict[str, float]:
         """total and output per GPU of all engines; input per prefill GPU, output per decode GPU. Without a role: over all."""
@@ -174,6 +178,8 @@ def points_of(run: Run, read: Callable[[Any], bytes] | None = None) -> list[Poin
                 rates,
                 {k: v for k, v in stats.items() if v},
                 run.word,
+                shared_gpus=run.denominators.shared,
+                sharing=run.sharing.text,
             )
         )
     return found

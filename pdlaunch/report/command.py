@@ -20,9 +20,10 @@ from typing import Any
 
 from pdlaunch import utilisation as load_fit
 from pdlaunch.compare import ASSUMED_NOISE_PCT, Comparison, compare
+from pdlaunch.devices import Sharing, sharing
 from pdlaunch.errors import EXIT_OK, EXIT_VERDICT, ArchiveError
 from pdlaunch.report import text
-from pdlaunch.runread import Run
+from pdlaunch.runread import Run, open_files, run_id, spec_of
 from pdlaunch.runs import index, matrix, read_all, select
 from pdlaunch.utilisation_sources import read as read_utilisation
 
@@ -78,7 +79,7 @@ def _comparison(runs: Sequence[Run], include_invalid: bool) -> tuple[Comparison 
     """The comparison for a page, and what it left out; None when there is nothing to compare."""
     if len(runs) < 2:
         return None, []
-    fit = [r for r in runs if include_invalid or r.valid]
+    fit = [r for r in runs if r.valid or (include_invalid and not r.files.differs)]
     if len({r.id for r in fit}) < 2:
         return None, [(r.id, f"is {r.word}, so it is not compared") for r in runs if not r.valid]
     found = compare(runs, include_invalid=include_invalid)
@@ -114,7 +115,7 @@ def report(
     choice: Choice, results: Path, root: Path, *, out: Path | None = None, include_invalid: bool = False, force: bool = False
 ) -> Answer:
     """Write the page. Without --out the page of one run lies beside its folder, results/<recipe>/<run>.html: a sealed run is not
-    touched."""
+    touched. A run whose files are not proven by its manifest is shown, marked and named, and the code is EXIT_VERDICT."""
     paths = choice.paths(results)
     from pdlaunch.report import page
 
@@ -131,8 +132,12 @@ def report(
         )
     runs, refused = read_all(paths)
     written = page.write(page_of(runs, refused, root, out, include_invalid=include_invalid), out, overwrite=force)
-    lines = [f"left out  {who}: {why}" for who, why in refused]
-    return Answer("\n".join([*lines, str(written)]), EXIT_VERDICT if refused else EXIT_OK)
+    lines = [f"left out  {who}: {why}" for who, why in refused] + _unproven(runs)
+    return Answer("\n".join([*lines, str(written)]), EXIT_VERDICT if lines else EXIT_OK)
+
+
+def _unproven(runs: Sequence[Run]) -> list[str]:
+    return [f"not proven  {r.id}: {r.doubt}" for r in runs if not r.verified]
 
 
 def write_page_of_run(run: Path, root: Path) -> Path:
@@ -155,10 +160,11 @@ def list_runs(results: Path, *, where: Sequence[str] = (), sort: str = "created"
         return Answer(_json([dataclasses.asdict(r) for r in found]) if form == "json" else text.rows(found))
     runs, refused = read_all([Path(r.path) for r in found], curves=False)
     table = matrix(runs)
+    changed = [f"changed  {r.id}: {r.files.changed}" for r in runs if r.files.differs]
+    code = EXIT_VERDICT if refused or changed else EXIT_OK
     if form == "json":
-        return Answer(_json({"attempts": [dataclasses.asdict(a) for a in table], "refused": refused}), EXIT_VERDICT if refused else EXIT_OK)
-    lines = [text.attempts(table), *(f"left out  {who}: {why}" for who, why in refused)]
-    return Answer("\n".join(lines), EXIT_VERDICT if refused else EXIT_OK)
+        return Answer(_json({"attempts": [dataclasses.asdict(a) for a in table], "refused": refused, "changed": changed}), code)
+    return Answer("\n".join([text.attempts(table), *(f"left out  {who}: {why}" for who, why in refused), *changed]), code)
 
 
 def utilisation(source: Path, *, load: Path | None = None, role: str | None = None, bin_s: float | None = None,
@@ -168,5 +174,18 @@ def utilisation(source: Path, *, load: Path | None = None, role: str | None = No
         raise ArchiveError(f"--bin {bin_s:g}", rule=f"1 to {LONGEST_BIN_S:,.0f} seconds")
     if not 0 < busy_tokens_per_s < math.inf:
         raise ArchiveError(f"--busy {busy_tokens_per_s:g}", rule="a positive number of prompt tokens per second")
+    shared = _of_a_run(source).text if (source / "spec.json").exists() else ""
     found = load_fit.analyse(read_utilisation(source, load=load, role=role, bin_s=bin_s), busy_tokens_per_s)
-    return Answer(_json(found.to_json()) if form == "json" else load_fit.table(found))
+    if form == "json":
+        return Answer(_json(found.to_json() | {"shared_gpus": shared}))
+    return Answer("\n".join([*([shared] if shared else []), load_fit.table(found)]))
+
+
+def _of_a_run(path: Path) -> Sharing:
+    """ArchiveError when a file of the run has changed; a run that is not archived yet may be looked at."""
+    files = open_files(path)
+    files.check_rest()
+    if files.differs:
+        said = f"{run_id(path)} changed since it was archived: {files.changed}"
+        raise ArchiveError(said, rule="an archived run does not change", hint="launch.py verify RUN")
+    return sharing(spec_of(files))

@@ -9,6 +9,7 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
+from pdlaunch.devices import owners
 from pdlaunch.geometry import LayerKind, hand_off, heads_of_rank
 from pdlaunch.node.contracts import STAGES
 from pdlaunch.runread import Run
@@ -96,6 +97,8 @@ class Device:
     index: int
     engine: str
     role: str
+    with_role: str = ""
+    """Role of another engine on the same GPU."""
 
 
 @dataclass(frozen=True)
@@ -106,22 +109,27 @@ class NodeDrawing:
     source: str
 
 
+def _device(index: int, engines: list[dict[str, Any]]) -> Device:
+    if not engines:
+        return Device(index, "", "free")
+    roles = list(dict.fromkeys(e["role"] for e in engines))
+    return Device(index, ", ".join(e["name"] for e in engines), roles[0], roles[1] if len(roles) > 1 else "")
+
+
 def placement(run: Run) -> list[NodeDrawing]:
     """Nodes with their GPUs by engine. gpus of a NodeSlot are those of the job; a GPU that no engine takes is free for other jobs."""
-    owners: dict[tuple[int, int], tuple[str, str]] = {}
+    taken = owners(run.spec)
     ranks: dict[int, list[tuple[str, str]]] = {}
     for e in run.spec["engines"]:
         for rank in e["ranks"]:
-            for gpu in rank["gpus"]:
-                owners[rank["node"], gpu] = (e["name"], e["role"])
             if not rank["gpus"]:
                 each = max(1, e["tensor_parallel"] * e["pipeline_parallel"] * e["data_parallel"] // len(e["ranks"]))
                 ranks.setdefault(rank["node"], []).extend([(e["name"], e["role"])] * each)
     hosts = {f.get("node"): f.get("host") for f in run.nodes.values() if f.get("node") is not None}
     drawn = []
     for i, slot in enumerate(run.spec["nodes"]):
-        count = max([slot["gpus"], *(g + 1 for n, g in owners if n == i)])
-        devices = [Device(g, *owners.get((i, g), ("", "free"))) for g in range(count)]
+        count = max([slot["gpus"], *(g + 1 for n, g in taken if n == i)])
+        devices = [_device(g, taken.get((i, g), [])) for g in range(count)]
         devices += [Device(n, name, role) for n, (name, role) in enumerate(ranks.get(i, []))]
         services = tuple(s["name"] for s in run.spec["services"]) if i == 0 else ()
         drawn.append(

@@ -42,13 +42,16 @@ def _line(line: Line) -> dict[str, Any]:
 
 
 def summary_of(lines: Sequence[Line]) -> str:
-    """Findings in one sentence per direction: what is better, what is worse, how much is within noise."""
+    """Findings in one sentence per direction: what is better, what is worse, what changed unjudged, how much is within noise."""
     said = []
     for word in ("better", "worse"):
         hits = [x for x in lines if x.finding == word]
         if hits:
             names = "; ".join(f"{x.label} {x.delta_pct:+.0f} %" for x in hits if x.delta_pct is not None)
             said.append(f"{word.capitalize()}: {names}.")
+    changed = sum(x.finding == "changed" and bool(DEFINITIONS[x.metric].better) for x in lines)
+    if changed:
+        said.append(f"Changed and not judged, engines share GPUs: {changed} of {len(lines)}.")
     same = sum(x.finding == "within noise" for x in lines)
     return " ".join([*said, f"Within noise: {same} of {len(lines)}."])
 

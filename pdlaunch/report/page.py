@@ -49,34 +49,32 @@ class Sources:
         return Markup('<span class="v" data-s="{}">{}</span>').format(number, text)
 
 
-def _word(run: Run) -> str:
-    return "CHANGED" if run.files.changed else run.word
-
-
 def _verdict(run: Run, name: str) -> dict[str, Any]:
     per = run.denominators
-    manifest = "all files used match manifest.json" if run.verified else "not proven by a manifest"
-    if run.files.changed:
-        manifest = f"changed: {', '.join(run.files.changed)}"
+    manifest = "every file matches manifest.json" if run.verified else run.doubt
+    both = f", {per.shared} of them in two roles" if per.shared else ""
     versions = run.spec["proof"]["versions"]
     facts = [
         ("layout", layout_of(run.spec), f"{run.id}/spec.json engines"),
         ("model", run.spec["model"]["id"], f"{run.id}/spec.json model.id"),
-        (f"{per.kind}s given to engines", f"{per.total} (prefill {per.prefill}, decode {per.decode})", f"{run.id}/{per.source}"),
+        (f"{per.kind}s given to engines", f"{per.total} (prefill {per.prefill}, decode {per.decode}{both})", f"{run.id}/{per.source}"),
         ("versions", ", ".join(f"{k} {v}" for k, v in versions.items()) or "-", f"{run.id}/spec.json proof.versions"),
         ("patches", ", ".join(run.spec["proof"]["patches"]) or "none", f"{run.id}/spec.json proof.patches"),
         ("archive", manifest, f"{run.id}/manifest.json"),
     ]
     if not run.verdict.get("text_checked", True):
         facts.append(("text", "NOT CHECKED", f"{run.id}/verdict.json text_checked"))
-    return {"word": _word(run), "name": name, "id": run.id, "line": run.verdict["line"], "reasons": run.verdict["reasons"], "facts": facts}
+    line, reasons = run.verdict["line"], list(run.verdict["reasons"])
+    if not run.verified:
+        line, reasons = f"as stored, not proven: {line}", [run.doubt, *reasons]
+    return {"word": run.word, "name": name, "id": run.id, "line": line, "reasons": reasons, "facts": facts, "shared": run.sharing.text}
 
 
 def _denominators(runs: Sequence[Run]) -> list[str]:
     kinds = sorted({r.denominators.kind for r in runs})
     said = [
-        "Throughput per device divides by the devices given to prefill, decode and aggregated engines, never by whole nodes; per-role "
-        "figures divide input by prefill devices and output by decode devices."
+        "Throughput per device divides by the distinct devices given to prefill, decode and aggregated engines, never by whole nodes; a "
+        "GPU that engines share counts once. Per-role figures divide input by prefill devices and output by decode devices."
     ]
     if "rank" in kinds:
         said.append(

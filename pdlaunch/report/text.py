@@ -11,6 +11,7 @@ from pdlaunch.report.series import turnover_lines
 from pdlaunch.runs import Attempt, Row
 
 NARROW = 34
+STORED = "verdicts as stored: only spec.json and verdict.json were compared with manifest.json; `launch.py verify RUN` compares every file"
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -30,6 +31,7 @@ def comparison(found: Comparison, *, every: bool = False) -> str:
         lines.append(f"{group.label}: " + ", ".join(r.id for r in group.runs))
     lines += [f"LEFT OUT  {who}: {why}" for who, why in found.refused]
     lines += [f"NOT VALID, shown because it was asked for  {run}" for run in found.marked]
+    lines += [f"SHARED GPUS  {name}: {said}" for name, said in found.shared]
     lines += ["", "What differs" if found.differences else "Nothing differs: repetitions of one configuration."]
     if found.differences:
         few = len(found.groups) <= 6
@@ -53,14 +55,16 @@ def comparison(found: Comparison, *, every: bool = False) -> str:
 
 
 def rows(found: Sequence[Row]) -> str:
-    """The list of runs."""
+    """The list of runs, and what its verdicts rest on."""
     if not found:
         return "no run fits"
-    body = [
-        [r.run, r.verdict, r.layout, r.vllm, short(r.patches), r.hybrid, r.speculation, str(r.gpus or "-"), r.problem or r.line]
-        for r in found
-    ]
-    return "\n".join(columns(["run", "verdict", "layout", "vllm", "patches", "hybrid", "speculation", "GPUs", "line"], body))
+    body = [[r.run, r.verdict, r.layout, r.vllm, short(r.patches), r.hybrid, r.speculation, _gpus(r), r.problem or r.line] for r in found]
+    header = ["run", "verdict", "layout", "vllm", "patches", "hybrid", "speculation", "GPUs", "line"]
+    return "\n".join([*columns(header, body), STORED])
+
+
+def _gpus(row: Row) -> str:
+    return (f"{row.gpus} shared" if row.shared else str(row.gpus)) if row.gpus else "-"
 
 
 def attempts(found: Sequence[Attempt]) -> str:

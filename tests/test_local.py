@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -208,3 +209,32 @@ def test_view_on_a_terminal_ends_with_verdict_and_archive(tmp_path: Path) -> Non
     assert done.returncode == 0, shown
     for part in ("recall_before", "correct 9, asked 9", "VALID  x", f"archive: {run}"):
         assert part in shown
+
+
+def test_a_terminal_that_goes_away_ends_the_view_and_not_the_run(tmp_path: Path) -> None:
+    """The reader of the pseudo-terminal leaves in the middle; SIGHUP is ignored, as under nohup."""
+    made, run = make_bundle(tmp_path, code=0), tmp_path / "run"
+    main = made / "node" / "__main__.py"
+    waits = "\nwhile not (run / 'gone').exists():\n    time.sleep(0.05)\ntime.sleep(1)\n"
+    main.write_text(
+        main.read_text(encoding="utf-8").replace("sys.exit(0)", f"{waits}(run / 'ended').touch()\nsys.exit(0)"), encoding="utf-8"
+    )
+    code = [
+        "import sys; from pathlib import Path; from pdlaunch import session, local",
+        f"local.new_run_dir = lambda bundle: Path({str(run)!r})",
+        f"code = session.run_here(Path({str(made)!r}), sys.executable, live=True)",
+        f"Path({str(tmp_path / 'code')!r}).write_text(str(code))",
+    ]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", "\n".join(code)])
+    deadline = time.monotonic() + 30
+    while not (run / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.close(terminal)
+    (run / "gone").touch()
+    os.waitpid(pid, 0)
+    assert (run / "ended").exists()
+    assert (tmp_path / "code").read_text() == "0"

@@ -17,7 +17,7 @@ from pdlaunch.planner.compat import check_roles
 from pdlaunch.planner.config import load_config
 from pdlaunch.planner.families import read_model
 from pdlaunch.planner.layers import Model
-from pdlaunch.planner.pair import PER_GROUP_PATCH, PER_REGION_PATCH, needed_patches_of, unevenly_scaled
+from pdlaunch.planner.pair import PER_GROUP_PATCH, PER_REGION_PATCH, known_patches, needed_patches_of, unevenly_scaled
 from pdlaunch.planner.rules import Finding, role_findings
 from pdlaunch.planner.shape import BACKENDS, RoleShape
 from pdlaunch.recipe import Recipe, RoleName
@@ -138,7 +138,7 @@ def check(recipe: Recipe, cluster: Cluster, config: Path) -> ModelCheck:
 
 def _findings(recipe: Recipe, cluster: Cluster, model: Model) -> list[Finding]:
     if recipe.disaggregated:
-        found = check_roles(model, role_shape(recipe, "prefill", cluster), role_shape(recipe, "decode", cluster), frozenset(recipe.patches))
+        found = check_roles(model, role_shape(recipe, "prefill", cluster), role_shape(recipe, "decode", cluster), known_patches(recipe.patches))
         found += _beyond_patches(recipe, cluster, model)
     else:
         found = role_findings(model, "agg", role_shape(recipe, "agg", cluster))

@@ -6,6 +6,7 @@ import pytest
 
 from pdlaunch import session
 from pdlaunch.errors import PlanError
+from pdlaunch.planner.pair import PER_REGION_PATCH, known_patches
 from tests.envs import ROOT
 
 HYBRID = {"recipe": "gemma4-p4d8-hybrid", "cluster": "example"}
@@ -51,3 +52,7 @@ def test_drafts_are_a_warning_with_the_manager_on() -> None:
     codes = [row["check"] for row in session.check_rows(session.load_job(ROOT, **HYBRID, settings=drafts))]
     assert codes.count("drafts-unproven") == 2
     assert "drafts-unproven" not in [r["check"] for r in session.check_rows(session.load_job(ROOT, **OFF, settings=drafts))]
+
+
+def test_a_rebased_patch_counts_as_what_it_is_rebased_from() -> None:
+    assert known_patches(["vllm-0.32.0-nixl-per-region-kv-heads", "other"]) == {PER_REGION_PATCH, "other"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdlaunch.errors import PlanError
@@ -14,6 +15,12 @@ from .specs import heads_per_rank
 
 PER_REGION_PATCH = "vllm-0.31.0-nixl-per-region-kv-heads"
 PER_GROUP_PATCH = "vllm-0.31.0-nixl-per-group-pages"
+
+
+def known_patches(names: Iterable[str]) -> frozenset[str]:
+    """A recipe's patches under the names above: a rebase to another vLLM counts as what it is rebased from."""
+    known = {name.partition("-nixl-")[2]: name for name in (PER_REGION_PATCH, PER_GROUP_PATCH)}
+    return frozenset(known.get(name.partition("-nixl-")[2], name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)

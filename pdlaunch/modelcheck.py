@@ -138,7 +138,8 @@ def check(recipe: Recipe, cluster: Cluster, config: Path) -> ModelCheck:
 
 def _findings(recipe: Recipe, cluster: Cluster, model: Model) -> list[Finding]:
     if recipe.disaggregated:
-        found = check_roles(model, role_shape(recipe, "prefill", cluster), role_shape(recipe, "decode", cluster), known_patches(recipe.patches))
+        prefill, decode = (role_shape(recipe, role, cluster) for role in ROLES)
+        found = check_roles(model, prefill, decode, known_patches(recipe.patches))
         found += _beyond_patches(recipe, cluster, model)
     else:
         found = role_findings(model, "agg", role_shape(recipe, "agg", cluster))

@@ -8,17 +8,17 @@ ArchiveError. `launch.py verify` also judges the run again, which finds a verdic
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pdlaunch import manifest
 from pdlaunch.aiperf_files import PhaseFiles, Record, read_phase
 from pdlaunch.devices import SERVING, Sharing, denominators, sharing
 from pdlaunch.errors import ArchiveError, Where
+from pdlaunch.manifest import MANIFEST, Files
+from pdlaunch.manifest import read as read_manifest
 from pdlaunch.metrics_defs import Denominators, Metric, Reconciliation, compute, reconcile, tpot_ms
 from pdlaunch.node.contracts import SCHEMA_VERSION, Verdict
 from pdlaunch.node.spec import LoadPhase, Spec, SpecError, from_json
@@ -29,89 +29,12 @@ MARKS = ("spec.json", "verdict.json", "manifest.json", "events.jsonl")
 UNREADABLE = "?"
 """The word for a run whose verdict.json is as it was archived and cannot be read."""
 CURVE_POINTS = 50
-NAMED = 5
-"""Changed files that a message names; of more it gives the number."""
 
 
 def run_id(path: Path) -> str:
     """<recipe>/<utc>-<jobid>: the last two parts of the folder."""
     full = path.resolve()
     return f"{full.parent.name}/{full.name}"
-
-
-@dataclass
-class Files:
-    """Reads files of one run and compares each with its hash in manifest.json."""
-
-    run: Path
-    expected: dict[str, str] | None
-    """None: there is no manifest, so nothing can be checked."""
-    differs: dict[str, str] = field(default_factory=dict)
-    """File -> how it differs from the manifest: changed, missing, or not in manifest.json."""
-    used: set[str] = field(default_factory=set)
-
-    @property
-    def changed(self) -> str:
-        """The files that differ, in words; empty when none was found."""
-        named = [name if how == "changed" else f"{name} ({how})" for name, how in sorted(self.differs.items())]
-        return ", ".join(named[:NAMED]) + (f" and {len(named) - NAMED} more" if len(named) > NAMED else "")
-
-    def word(self, verdict: dict[str, Any] | None) -> str:
-        """The one word for the run in every list, table and page. CHANGED: a file is not as it was archived. UNFINISHED: no verdict.json
-        or no manifest.json, which is written last. verdict: what verdict.json holds, None without one.
-        """
-        if self.differs:
-            return "CHANGED"
-        return "UNFINISHED" if self.expected is None or verdict is None else str(verdict["verdict"])
-
-    def check_rest(self) -> None:
-        """Compare what was not read with the manifest."""
-        if self.expected is None:
-            return
-        found = manifest.differences(self.run, self.expected, self.used - self.differs.keys())
-        for how, names in (("changed", found.changed), ("missing", found.missing), ("not in manifest.json", found.foreign)):
-            self.differs |= dict.fromkeys(names, how)
-
-    def read(self, path: Path) -> bytes:
-        """The bytes; ArchiveError when they are not those of the manifest."""
-        data = path.read_bytes()
-        name = path.relative_to(self.run).as_posix()
-        self.used.add(name)
-        if self.expected is None:
-            return data
-        wanted = self.expected.get(name)
-        found = hashlib.sha256(data).hexdigest()
-        if found != wanted:
-            self.differs[name] = "changed" if wanted else "not in manifest.json"
-            said = f"sha256 {found[:12]}..., manifest.json says {wanted[:12]}..." if wanted else "is not in manifest.json"
-            rule = "an archived run does not change: `launch.py verify` lists every difference"
-            raise ArchiveError(f"changed since the run was archived: {said}", where=Where(path), rule=rule)
-        return data
-
-    def json(self, name: str) -> Any:
-        """A JSON file of the run; None when it is absent; ArchiveError when it is not JSON or has changed."""
-        path = self.run / name
-        try:
-            data = self.read(path)
-        except FileNotFoundError:
-            return None
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as e:
-            raise ArchiveError(f"not JSON ({e})", where=Where(path), rule="a whole file as the run wrote it") from None
-
-    def lines(self, path: Path) -> list[dict[str, Any]]:
-        """Rows of a JSON-lines file; ArchiveError names the first line that is no object."""
-        rows = []
-        for number, line in enumerate(self.read(path).splitlines(), 1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as e:
-                raise ArchiveError(f"not JSON ({e})", where=Where(path, number), rule="one object per line") from None
-            if not isinstance(row, dict):
-                raise ArchiveError(f"{type(row).__name__}", where=Where(path, number), rule="one object per line")
-            rows.append(row)
-        return rows
 
 
 @dataclass(frozen=True)
@@ -176,7 +99,7 @@ class Run:
         if self.valid:
             return ""
         if self.files.expected is None:
-            return f"is {self.word}, not VALID: it has no {manifest.MANIFEST}, which is written last"
+            return f"is {self.word}, not VALID: it has no {MANIFEST}, which is written last"
         return f"is {self.word}, not VALID: {'; '.join(self.verdict['reasons'][:3]) or self.verdict['line']}"
 
     def engines(self, *roles: str) -> list[dict[str, Any]]:
@@ -209,7 +132,19 @@ def open_files(path: Path) -> Files:
         raise ArchiveError("is no folder" if path.exists() else "does not exist", where=Where(path), rule="results/<recipe>/<utc>-<jobid>")
     if not any((path / mark).exists() for mark in MARKS):
         raise ArchiveError(f"is not an archived run: none of {', '.join(MARKS)}", where=Where(path), rule="results/<recipe>/<utc>-<jobid>")
-    return Files(path, manifest.read(path)["files"] if (path / manifest.MANIFEST).exists() else None)
+    return Files(path, read_manifest(path)["files"] if (path / MANIFEST).exists() else None)
+
+
+def unchanged(path: Path) -> Files:
+    """The run's files after each was compared with the manifest; ArchiveError when one differs. A run without a manifest is not archived
+    yet: there is nothing to compare it with.
+    """
+    files = open_files(path)
+    files.check_rest()
+    if files.differs:
+        said = f"{run_id(path)} changed since it was archived: {files.changed}"
+        raise ArchiveError(said, rule="an archived run does not change", hint="launch.py verify RUN")
+    return files
 
 
 def _curves(records: Iterable[Record]) -> dict[str, tuple[float, ...]]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from pdlaunch.devices import denominators, sharing
 from pdlaunch.errors import ArchiveError
-from pdlaunch.runread import MARKS, UNREADABLE, Files, Run, checked_schema, open_files, read_run
+from pdlaunch.manifest import Files
+from pdlaunch.runread import MARKS, UNREADABLE, Run, checked_schema, open_files, read_run
 from pdlaunch.settings import hybrid_manager, speculation
 
 _FILTER = re.compile(r"^([a-z_]+)(!=|=|~)(.*)$")
@@ -27,7 +28,7 @@ _TP = {"prefill": "P", "decode": "D", "agg": "A"}
 
 @dataclass(frozen=True)
 class Row:
-    """One run in the list. verdict: as runread.Files.word, from spec.json and verdict.json alone. layout: as P TP4 x1 > D TP8 x1. gpus:
+    """One run in the list. verdict: as manifest.Files.word, from spec.json and verdict.json alone. layout: as P TP4 x1 > D TP8 x1. gpus:
     distinct GPUs of the serving engines. shared: which roles share GPUs. problem: why a value is missing.
     """
 

@@ -138,11 +138,14 @@ def _result(options: dict[str, Any]) -> tuple[command.Result, list[Any]]:
 
 
 def _run_path(name: str, results: Path) -> Path:
-    """A log file or a folder that holds run/, as it is; every other name is found as `verify` finds it."""
-    from pdlaunch import archive
+    """A log file or a folder that holds run/, as it is; every other name is found as `verify` finds it, and is refused when it changed
+    since it was archived. At the end of a job plan.json is made before the manifest."""
+    from pdlaunch import archive, runread
 
     direct = Path(name)
-    return direct if direct.is_file() or (direct / "run" / "spec.json").is_file() else archive.find(name, results)
+    if direct.is_file() or (direct / "run" / "spec.json").is_file():
+        return direct
+    return runread.unchanged(archive.find(name, results)).run
 
 
 def _of_recipe(options: dict[str, Any]) -> tuple[Model, dict[str, RoleShape], frozenset[str]]:

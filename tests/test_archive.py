@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+import launch
 from pdlaunch import archive
 from pdlaunch.bundle import sha256_of
 from pdlaunch.console import shown
@@ -150,3 +153,16 @@ def test_runs_are_found_by_name_folder_and_last(tmp_path: Path) -> None:
         archive.find(str(results), results)
     (new / "verdict.json").unlink()
     assert archive.read(new).verdict == "UNFINISHED"
+
+
+def test_a_changed_run_is_not_planned_against(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = tmp_path / REFERENCE[0].parent.name / REFERENCE[0].name
+    shutil.copytree(REFERENCE[0], run)
+    monkeypatch.setattr(sys, "argv", ["launch.py", "plan", "--run", str(run)])
+    assert launch.main() == 0
+    log = run / "recall" / "more.jsonl"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("{}\n", encoding="utf-8")
+    assert launch.main() == 2
+    (run / "manifest.json").unlink()
+    assert launch.main() == 0

@@ -20,10 +20,10 @@ from typing import Any
 
 from pdlaunch import utilisation as load_fit
 from pdlaunch.compare import ASSUMED_NOISE_PCT, Comparison, compare
-from pdlaunch.devices import Sharing, sharing
+from pdlaunch.devices import sharing
 from pdlaunch.errors import EXIT_OK, EXIT_VERDICT, ArchiveError
 from pdlaunch.report import text
-from pdlaunch.runread import Run, open_files, run_id, spec_of
+from pdlaunch.runread import Run, spec_of, unchanged
 from pdlaunch.runs import index, matrix, read_all, select
 from pdlaunch.utilisation_sources import read as read_utilisation
 
@@ -174,18 +174,8 @@ def utilisation(source: Path, *, load: Path | None = None, role: str | None = No
         raise ArchiveError(f"--bin {bin_s:g}", rule=f"1 to {LONGEST_BIN_S:,.0f} seconds")
     if not 0 < busy_tokens_per_s < math.inf:
         raise ArchiveError(f"--busy {busy_tokens_per_s:g}", rule="a positive number of prompt tokens per second")
-    shared = _of_a_run(source).text if (source / "spec.json").exists() else ""
+    shared = sharing(spec_of(unchanged(source))).text if (source / "spec.json").exists() else ""
     found = load_fit.analyse(read_utilisation(source, load=load, role=role, bin_s=bin_s), busy_tokens_per_s)
     if form == "json":
         return Answer(_json(found.to_json() | {"shared_gpus": shared}))
     return Answer("\n".join([*([shared] if shared else []), load_fit.table(found)]))
-
-
-def _of_a_run(path: Path) -> Sharing:
-    """ArchiveError when a file of the run has changed; a run that is not archived yet may be looked at."""
-    files = open_files(path)
-    files.check_rest()
-    if files.differs:
-        said = f"{run_id(path)} changed since it was archived: {files.changed}"
-        raise ArchiveError(said, rule="an archived run does not change", hint="launch.py verify RUN")
-    return sharing(spec_of(files))

@@ -15,6 +15,7 @@ from pdlaunch import recipe as recipes
 from pdlaunch.errors import EXIT_VERDICT, PlanError
 from pdlaunch.planner import command
 from pdlaunch.planner.layers import Model
+from pdlaunch.planner.pair import known_patches
 from pdlaunch.planner.roleplan import Plan
 from pdlaunch.planner.shape import MemoryFacts, RoleShape
 from pdlaunch.yamlfile import LARGEST
@@ -165,7 +166,7 @@ def _of_recipe(options: dict[str, Any]) -> tuple[Model, dict[str, RoleShape], fr
     }
     for finding in modelcheck.unpriced_backends(recipe, cluster):
         click.echo(f"warning: {finding.message}", err=True)
-    return model, roles, frozenset(recipe.patches)
+    return model, roles, known_patches(recipe.patches)
 
 
 def _of_config(options: dict[str, Any]) -> tuple[Model, dict[str, RoleShape], frozenset[str]]:

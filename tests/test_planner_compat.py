@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from pdlaunch.planner.capacity import plan_layout
+from pdlaunch.errors import PlanError
+from pdlaunch.planner.capacity import capacity, plan_layout
 from pdlaunch.planner.compat import check_concurrency, check_pair, check_roles
 from pdlaunch.planner.families import read_model
 from pdlaunch.planner.pair import PER_GROUP_PATCH, PER_REGION_PATCH
@@ -163,3 +164,13 @@ def test_transfer_of_the_small_model_to_the_byte() -> None:
     decode = plan_layout(read_model(config), shape)
     lengths = [13 * 64] * 8 + [14 * 64]
     assert sum(transfer(decode, tokens).total_bytes for tokens in lengths) == 92_798_976
+
+
+def test_no_length_is_advised_where_none_fits() -> None:
+    small = plan_layout(model("gemma-4-31b-it"), RoleShape(tensor_parallel=8, max_model_len=32768, block_size=64))
+    with pytest.raises(PlanError) as none:
+        capacity(small, small.block_bytes)
+    assert none.value.hint == "more memory, or more tensor parallelism"
+    with pytest.raises(PlanError) as some:
+        capacity(small, 100 * small.block_bytes)
+    assert "max_model_len of at most" in str(some.value.hint)

@@ -136,7 +136,7 @@ def capacity(layout: Layout, available_bytes: int | tuple[int, ...]) -> Capacity
         raise PlanError(
             f"one request of {shape.max_model_len} tokens needs {needed} blocks, and {max(num_blocks - 1, 0)} are usable",
             rule="vLLM refuses to start when max_model_len does not fit its KV cache beside the null block",
-            hint=f"max_model_len of at most {longest}, more memory, or more tensor parallelism",
+            hint=(f"max_model_len of at most {longest}, " if longest else "") + "more memory, or more tensor parallelism",
         )
     concurrency = num_blocks / needed
     return Capacity(layout, num_blocks, concurrency, int(concurrency * shape.max_model_len))

@@ -58,11 +58,11 @@ VLLM_CPU = {
 
 
 def program(name: str) -> str:
-    """Path of etcd or nats-server; Debian keeps the latter in /usr/sbin."""
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/usr/local/bin")
-    if found is None:
-        raise FileNotFoundError(f"{name} is missing: run `make setup`")
-    return found
+    """Path of etcd or nats-server: those of `make setup`, whatever else the machine has."""
+    found = ROOT / ".envs" / "control-plane" / "bin" / name
+    if not found.exists():
+        raise FileNotFoundError(f"{found} is missing: run `make setup`")
+    return str(found)
 
 
 def etcd() -> ServiceSpec:

@@ -7,6 +7,7 @@ Values that exist only at run time appear in argv and env as %{name} placeholder
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import types
@@ -321,11 +322,16 @@ def to_json(value: Any) -> Any:
     return value
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def from_json(cls: type[T], data: Any, path: str = "") -> T:
     """The inverse of to_json; SpecError names the dotted path of an unknown, missing or mistyped value."""
     if not isinstance(data, dict):
         raise SpecError(f"{path or cls.__name__}: expected an object, found {type(data).__name__}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(typing.cast(Any, cls))
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(data) - set(fields))
     if unknown:

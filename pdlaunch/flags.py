@@ -175,6 +175,17 @@ def check_args(program: str, words: tuple[str, ...], where: list[Where]) -> None
         i += 1 + _values_after(flags, name, attached, words[i + 1 :], where[i])
 
 
+def given(program: str, words: tuple[str, ...], where: list[Where]) -> dict[str, str]:
+    """First name of each flag -> its value, attached or the next word ('' without one), of words that check_args has passed."""
+    flags, i, found = flag_list(program), 0, {}
+    while i < len(words):
+        name, attached = _resolve(flags, words[i], where[i])
+        following = _values_after(flags, name, attached, words[i + 1 :], where[i])
+        found[flags.primary(name)] = attached if attached is not None else words[i + 1] if following else ""
+        i += 1 + following
+    return found
+
+
 def _resolve(flags: FlagList, word: str, where: Where) -> tuple[str, str | None]:
     """The flag that a word names and the value attached to it (--a=1, -tp4, --json.key)."""
     head, equals, value = word.partition("=")

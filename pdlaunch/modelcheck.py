@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from pdlaunch.cluster import Cluster
 from pdlaunch.errors import PlanError, RecipeError, Where
-from pdlaunch.flags import flag_list
+from pdlaunch.flags import flag_list, given
 from pdlaunch.node.prompts import MIN_PROMPT_TOKENS
 from pdlaunch.node.spec import PageSmoke, SmokePrompt, TransferGroup, TransferPrediction
 from pdlaunch.planner.capacity import plan_layout
@@ -148,8 +146,9 @@ def _findings(recipe: Recipe, cluster: Cluster, model: Model) -> list[Finding]:
     return found + unpriced_backends(recipe, cluster)
 
 
-CONTEXT_PARALLEL = ("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size", "-pcp")
-DRAFTS = ("--speculative-config", "-sc")
+CONTEXT_PARALLEL = ("--decode-context-parallel-size", "--prefill-context-parallel-size")
+DRAFTS = "--speculative-config"
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 LAYOUTS = {PER_REGION_PATCH: ("LBHNC", "HND", "BLHNC"), PER_GROUP_PATCH: ("LBHNC", "HND")}
 """Patch -> values of VLLM_KV_CACHE_LAYOUT that it reads; both refuse the others at the handshake (region_heads.py, group_pages.py)."""
 
@@ -166,39 +165,39 @@ def _beyond_patches(recipe: Recipe, cluster: Cluster, model: Model) -> list[Find
     patch = PER_GROUP_PATCH if PER_GROUP_PATCH in needed else PER_REGION_PATCH
     for role in ROLES:
         engine = recipe.engines.present()[role]
-        flags = _values((*recipe.extra_args, *engine.extra_args))
+        words = (*recipe.extra_args, *engine.extra_args)
+        flags = given("dynamo.vllm", words, [recipe.source.where("extra_args")] * len(words))
         for name in CONTEXT_PARALLEL:
             if flags.get(name, "1") != "1":
                 message = f"{role}: {patch} refuses context parallelism ({name} {flags[name]})"
                 found.append(Finding("error", "context-parallel", message, f"remove {name}"))
-        if patch == PER_GROUP_PATCH and any(name in flags for name in DRAFTS):
+        if patch == PER_GROUP_PATCH and DRAFTS in flags:
             message = f"{role}: {patch} has not been run with speculative decoding"
-            found.append(Finding("warning", "drafts-unproven", message, "no --speculative-config, or trust recall and agreement only"))
-        layout = {**cluster.engine_env, **recipe.env, **engine.env}.get("VLLM_KV_CACHE_LAYOUT")
-        if layout is not None and layout not in LAYOUTS[patch]:
-            message = f"{role}: {patch} does not read pages in the layout {layout} (VLLM_KV_CACHE_LAYOUT)"
+            found.append(Finding("warning", "drafts-unproven", message, f"no {DRAFTS}, or trust recall and agreement only"))
+        set_in = next(((key, env[LAYOUT]) for key, env in _environments(recipe, cluster, role) if LAYOUT in env), None)
+        if set_in is not None and set_in[1] not in LAYOUTS[patch]:
+            message = f"{role}: {patch} does not read pages in the layout {set_in[1]} ({LAYOUT} in {set_in[0]})"
             found.append(Finding("error", "kv-layout", message, f"one of {', '.join(LAYOUTS[patch])}, or leave it unset"))
     if recipe.kv_connector_extra_config.get("enable_permute_local_kv"):
         message = f"{patch} refuses kv_connector_extra_config.enable_permute_local_kv: pages are not permuted on receive"
-        found.append(Finding("error", "kv-layout", message, "remove the key"))
+        found.append(Finding("error", "kv-permute", message, "remove the key"))
     return found
 
 
-def _values(words: Sequence[str]) -> dict[str, str]:
-    """Flag -> its value: attached with =, or the next word."""
-    found = {}
-    for word, following in pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        if name.startswith("-"):
-            found[name.partition(".")[0]] = value if equals else following
-    return found
+def _environments(recipe: Recipe, cluster: Cluster, role: RoleName) -> tuple[tuple[str, dict[str, str]], ...]:
+    """Where an engine's variables come from, the strongest first."""
+    own = recipe.engines.present()[role].env
+    return (f"engines.{role}.env", own), ("env", recipe.env), ("the cluster's engine_env", cluster.engine_env)
 
 
 def _where(recipe: Recipe, finding: Finding) -> Where:
     """The key that a finding is about: the role that its message starts with, else the engines."""
     role = finding.message.partition(":")[0]
-    if finding.code in ("context-parallel", "kv-layout"):
-        return recipe.source.where("extra_args" if finding.code == "context-parallel" else "env")
+    key = {"context-parallel": "extra_args", "kv-permute": "kv_connector_extra_config.enable_permute_local_kv"}.get(finding.code)
+    if key is not None:
+        return recipe.source.where(key)
+    if finding.code == "kv-layout":
+        return recipe.source.where("env" if recipe.env else "engines")
     if role in recipe.engines.present():
         name = {"max-model-len": "max_model_len", "block-backend": "block_size"}.get(finding.code)
         if name is not None:

@@ -17,9 +17,12 @@ OFF = {"recipe": "gemma4-p4d8", "cluster": "example"}
     ("setting", "said"),
     [
         ('extra_args=["--decode-context-parallel-size", "2"]', "decode-context-parallel-size 2"),
-        ('engines.decode.extra_args=["-pcp=2"]', "-pcp 2"),
+        ('engines.decode.extra_args=["-pcp=2"]', "decode: .*prefill-context-parallel-size 2"),
+        ('extra_args=["-dcp2"]', "decode-context-parallel-size 2"),
+        ('extra_args=["--decode_context_parallel_size=4"]', "decode-context-parallel-size 4"),
+        ("engines.decode.env.VLLM_KV_CACHE_LAYOUT=NHD", "decode: .*VLLM_KV_CACHE_LAYOUT in engines.decode.env"),
         ("env.VLLM_KV_CACHE_LAYOUT=NHD", "layout NHD"),
-        ("cluster.engine_env.VLLM_KV_CACHE_LAYOUT=LBNHC", "layout LBNHC"),
+        ("cluster.engine_env.VLLM_KV_CACHE_LAYOUT=LBNHC", "layout LBNHC .*the cluster's engine_env"),
         ("kv_connector_extra_config.enable_permute_local_kv=true", "enable_permute_local_kv"),
     ],
 )

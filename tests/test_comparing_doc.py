@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-import launch
+from tests.calls import call
 from tests.envs import ROOT
 
 TEXT = (ROOT / "docs" / "comparing.md").read_text(encoding="utf-8")
@@ -34,14 +31,6 @@ def filled(words: list[str], scratch: Path) -> list[str]:
     if words[0] in ("runs", "compare") and "RUN" not in words:
         found += ["--results", str(scratch / "two" if words[0] == "compare" else REFERENCE)]
     return found
-
-
-def call(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, str]:
-    monkeypatch.setattr(sys, "argv", ["launch.py", *words])
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        code = launch.main()
-    return code, out.getvalue()
 
 
 def test_every_command_of_the_document_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import launch
+from tests.calls import call
 from tests.golden_cases import ROOT
 
 REFERENCE = ROOT / "results" / "reference"
@@ -39,14 +36,6 @@ def damages(data: bytes) -> Iterator[bytes]:
     for key in list(first)[:20]:
         for value in (None, "x", [[]]):
             yield json.dumps({**first, key: value}).encode() + b"\n"
-
-
-def call(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, str]:
-    monkeypatch.setattr(sys, "argv", ["launch.py", *words])
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        code = launch.main()
-    return code, out.getvalue()
 
 
 def first(recipe: str) -> Path:

@@ -19,7 +19,6 @@ order of a page does not depend on the head size. FLASH_ATTN ran as FlashAttenti
 takes version 4 for all layers if it can (models/config.py Gemma4Config), whose pages nobody has read here."""
 PER_GROUP_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _MANY_READS = 5_000
-_MIB = 1 << 20
 
 
 def _heads_text(pair: Pair, uneven: list[Attention]) -> str:
